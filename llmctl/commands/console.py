@@ -109,6 +109,11 @@ def error(text: str) -> None:
     _write_aside(f"llmctl: {_style('error:', '1;31', sys.stderr)} {one_line(text)}")
 
 
+def raw(text: str) -> None:
+    """Write to stderr exactly this: a traceback that was asked for, the end of a line."""
+    _write_aside(text, end="")
+
+
 def one_line(text: str) -> str:
     """The text with line breaks and control characters (a file may hold any) made harmless."""
     joined = " ".join(text.split())
@@ -202,12 +207,12 @@ def finish() -> None:
         result("", end="")
 
 
-def _write_aside(text: str) -> None:
+def _write_aside(text: str, *, end: str = "\n") -> None:
     """Write to stderr; a reader that has left, or a full disk under a log, must not stop the work."""
     if sys.stderr is None:
         return
     try:
-        sys.stderr.write(text + "\n")
+        sys.stderr.write(text + end)
         sys.stderr.flush()
     except OSError as failure:
         if failure.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF):
