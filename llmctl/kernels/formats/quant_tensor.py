@@ -25,6 +25,8 @@ class QuantTensor:
     blocks: np.ndarray
 
     def __post_init__(self) -> None:
+        if self.format.is_plain or not self.shape:
+            raise FormatError(f"{self.format.name} with shape {self.shape} is not a tensor of quantized rows")
         expected = (*self.shape[:-1], self.format.row_bytes(self.shape[-1]))
         if self.blocks.dtype != np.uint8 or self.blocks.shape != expected:
             raise FormatError(

@@ -1,7 +1,7 @@
 """What every stored tensor type is: names, ids, block sizes. Data only; imports neither numpy nor torch.
 
-Ids and sizes are those of the GGUF format description. A *format* is how the elements of one row are stored: a plain number
-(`elements_per_block` = 1) or a block of elements sharing scales. Rows are always a whole number of blocks.
+Ids and sizes are those of the GGUF format description. A *format* is how the elements of one row are stored: a plain
+number (`elements_per_block` = 1) or a block of elements sharing scales. Rows are always a whole number of blocks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Format:
         """Bytes of a row of `row_length` elements; FormatError if it is not a whole number of blocks."""
         blocks, rest = divmod(row_length, self.elements_per_block)
         if rest:
-            raise FormatError(f"{self.name} needs rows that are a multiple of {self.elements_per_block} elements, got {row_length}")
+            raise FormatError(
+                f"{self.name} needs rows that are a multiple of {self.elements_per_block} elements, got {row_length}"
+            )
         return blocks * self.bytes_per_block
 
 

@@ -1,0 +1,175 @@
+"""IQ1 to IQ4: codes that index a fixed grid of vectors, or of values, decoded.
+
+Decoders take records of n blocks (see layouts.py) and fill float32 (n, elements). The grids are constants of the
+formats; they come from the installed `gguf` package (a dependency), imported when the first such tensor is decoded.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from llmctl.kernels.formats.bits import scale_groups, to_f32, unpack_bits, unpack_planes
+
+_IQ1_DELTA = np.float32(0.125)
+
+
+@cache
+def _grid(name: str) -> np.ndarray:
+    """The grid of an IQ format as float32 (entries, vector length), taken from gguf-py."""
+    import gguf.quants
+
+    traits = getattr(gguf.quants, name)
+    traits.init_grid()
+    return np.ascontiguousarray(traits.grid, np.float32).reshape(traits.grid_shape)
+
+
+@cache
+def _iq4_values() -> np.ndarray:
+    """The 16 values of IQ4_NL and IQ4_XS as float32, taken from gguf-py."""
+    import gguf.quants
+
+    return np.array(gguf.quants.IQ4_NL.kvalues, np.float32)
+
+
+@cache
+def _signs() -> np.ndarray:
+    """float32 (256, 8): entry b holds -1 where bit i of b is set, else 1."""
+    bits = unpack_bits(np.arange(256, dtype=np.uint8)[:, None])
+    return 1 - 2 * bits.astype(np.float32)
+
+
+@cache
+def _even_signs() -> np.ndarray:
+    """float32 (128, 8): the first seven signs are the index's bits; the eighth makes the number of minuses even."""
+    index = np.arange(128, dtype=np.uint8)
+    odd = np.bitwise_xor.reduce(unpack_bits(index[:, None]), axis=1)
+    return _signs()[index | (odd << 7)]
+
+
+def _look_up(table: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
+    """Fill out float32 (n, E) with table rows (entries, w) at index (n, E / w)."""
+    np.take(table, index, axis=0, out=out.reshape(*index.shape, table.shape[1]), mode="clip")
+
+
+def _apply_signs(table: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
+    """Multiply out float32 (n, E) by rows of a sign table (entries, 8) at index (n, E / 8), in place."""
+    vectors = out.reshape(*index.shape, 8)
+    vectors *= table[index]
+
+
+def _sign_indices(words: np.ndarray) -> np.ndarray:
+    """Four 7-bit indices out of each word, lowest first: uint32 (n, w) -> (n, 4 * w)."""
+    shifts = np.array([0, 7, 14, 21], np.uint32)
+    return ((words[..., None] >> shifts) & np.uint32(127)).reshape(len(words), -1)
+
+
+def _nibble_scales(packed: np.ndarray) -> np.ndarray:
+    """Nibbles, low one first, as float32: uint8 (n, w) -> (n, 2 * w)."""
+    return unpack_planes(packed[..., None], 4).reshape(len(packed), -1).astype(np.float32)
+
+
+def decode_iq2_xxs(blocks: np.ndarray, out: np.ndarray) -> None:
+    """Vectors of 8; per 32 elements four 7-bit sign indices and a 4-bit scale s: d (0.5 + s) / 4."""
+    words = np.ascontiguousarray(blocks["groups"]["signs"])
+    _look_up(_grid("IQ2_XXS"), blocks["groups"]["grid"].reshape(-1, 32), out)
+    scales = np.float32(0.5) + (words >> np.uint32(28)).astype(np.float32)
+    scale_groups(out, to_f32(blocks["d"]) * scales * np.float32(0.25))
+    _apply_signs(_even_signs(), _sign_indices(words), out)
+
+
+def decode_iq2_xs(blocks: np.ndarray, out: np.ndarray) -> None:
+    """Vectors of 8: 9-bit grid and 7-bit sign index; per 16 elements a 4-bit scale s: d (0.5 + s) / 4."""
+    _look_up(_grid("IQ2_XS"), blocks["qs"] & np.uint16(511), out)
+    _scale_iq2(blocks, out)
+    _apply_signs(_even_signs(), blocks["qs"] >> np.uint16(9), out)
+
+
+def decode_iq2_s(blocks: np.ndarray, out: np.ndarray) -> None:
+    """Vectors of 8: 10-bit grid index, its top two bits in qh; a sign bit per element; scales as IQ2_XS."""
+    high = unpack_planes(blocks["qh"][..., None], 2).reshape(-1, 32)
+    _look_up(_grid("IQ2_S"), blocks["qs"] | (high.astype(np.uint16) << 8), out)
+    _scale_iq2(blocks, out)
+    _apply_signs(_signs(), blocks["signs"], out)
+
+
+def _scale_iq2(blocks: np.ndarray, out: np.ndarray) -> None:
+    scales = np.float32(0.5) + _nibble_scales(blocks["scales"])
+    scale_groups(out, to_f32(blocks["d"]) * scales * np.float32(0.25))
+
+
+def decode_iq3_xxs(blocks: np.ndarray, out: np.ndarray) -> None:
+    """Vectors of 4; per 32 elements four 7-bit sign indices and a 4-bit scale s: d (0.5 + s) / 2."""
+    words = np.ascontiguousarray(blocks["signs"])
+    _look_up(_grid("IQ3_XXS"), blocks["qs"], out)
+    scales = np.float32(0.5) + (words >> np.uint32(28)).astype(np.float32)
+    scale_groups(out, to_f32(blocks["d"]) * scales * np.float32(0.5))
+    _apply_signs(_even_signs(), _sign_indices(words), out)
+
+
+def decode_iq3_s(blocks: np.ndarray, out: np.ndarray) -> None:
+    """Vectors of 4: 9-bit grid index, its top bit in qh; a sign bit per element; per 32 a scale s: d (1 + 2 s)."""
+    _look_up(_grid("IQ3_S"), blocks["qs"] | (unpack_bits(blocks["qh"]).astype(np.uint16) << 8), out)
+    scale_groups(out, to_f32(blocks["d"]) * (1 + 2 * _nibble_scales(blocks["scales"])))
+    _apply_signs(_signs(), blocks["signs"], out)
+
+
+def decode_iq1_s(blocks: np.ndarray, out: np.ndarray) -> None:
+    """Vectors of 8: 11-bit grid index; per 32 elements qh holds four 3-bit tops, a 3-bit scale s and the sign of delta.
+
+    x = d (2 s + 1) (grid + delta), delta = -0.125 where the top bit of qh is set, else 0.125.
+    """
+    qh = np.ascontiguousarray(blocks["qh"])
+    shifts = np.array([0, 3, 6, 9], np.uint16)
+    high = ((qh[..., None] >> shifts) & np.uint16(7)).reshape(-1, 32)
+    _look_up(_grid("IQ1_S"), blocks["qs"] | (high << np.uint16(8)), out)
+    groups = out.reshape(-1, 8, 32)
+    groups += np.where(qh & np.uint16(0x8000), -_IQ1_DELTA, _IQ1_DELTA)[..., None]
+    scale_groups(out, to_f32(blocks["d"]) * (2 * ((qh >> np.uint16(12)) & np.uint16(7)) + 1))
+
+
+def decode_iq1_m(blocks: np.ndarray, out: np.ndarray) -> None:
+    """As IQ1_S with a 3-bit scale per 16 elements and a delta sign per 8; d lies in the top nibbles of the scales."""
+    qh = unpack_planes(blocks["qh"][..., None], 4).reshape(-1, 32)
+    _look_up(_grid("IQ1_M"), blocks["qs"] | ((qh & 7).astype(np.uint16) << 8), out)
+    vectors = out.reshape(-1, 32, 8)
+    vectors += np.where(qh & 8, -_IQ1_DELTA, _IQ1_DELTA)[..., None]
+    words = np.ascontiguousarray(blocks["scales"])
+    shifts = np.array([0, 3, 6, 9], np.uint16)
+    scales = ((words[..., None] >> shifts) & np.uint16(7)).reshape(-1, 16)
+    scale_groups(out, to_f32(_iq1_m_scale(words)) * (2 * scales + 1))
+
+
+def _iq1_m_scale(words: np.ndarray) -> np.ndarray:
+    """uint16 (n, 4) -> float16 (n,): the top nibble of word i is bits 4i to 4i + 3."""
+    top = words >> np.uint16(12) << np.array([0, 4, 8, 12], np.uint16)
+    return np.bitwise_or.reduce(top, axis=1).view(np.float16)
+
+
+def decode_iq4_nl(blocks: np.ndarray, out: np.ndarray) -> None:
+    """x = d * value of the nibble; element j in the low nibble of byte j, j + 16 in the high one."""
+    np.take(_iq4_values(), unpack_planes(blocks["qs"], 4).reshape(-1, 32), out=out, mode="clip")
+    out *= to_f32(blocks["d"])
+
+
+def decode_iq4_xs(blocks: np.ndarray, out: np.ndarray) -> None:
+    """8 sub-blocks of 32 like IQ4_NL with a 6-bit scale s (low four bits in scales_l): (d (s - 32)) * value."""
+    np.take(_iq4_values(), unpack_planes(blocks["qs"], 4).reshape(-1, 256), out=out, mode="clip")
+    low = unpack_planes(blocks["scales_l"][..., None], 4).reshape(-1, 8)
+    high = (blocks["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16)) & np.uint16(3)
+    scales = (low | (high.astype(np.uint8) << 4)).view(np.int8) - np.int8(32)
+    scale_groups(out, to_f32(blocks["d"]) * scales)
+
+
+DECODERS = {
+    "IQ1_S": decode_iq1_s,
+    "IQ1_M": decode_iq1_m,
+    "IQ2_XXS": decode_iq2_xxs,
+    "IQ2_XS": decode_iq2_xs,
+    "IQ2_S": decode_iq2_s,
+    "IQ3_XXS": decode_iq3_xxs,
+    "IQ3_S": decode_iq3_s,
+    "IQ4_NL": decode_iq4_nl,
+    "IQ4_XS": decode_iq4_xs,
+}
