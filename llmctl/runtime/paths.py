@@ -10,7 +10,7 @@ def home() -> Path:
     """Folder of lasting data (the model store). It need not exist yet."""
     chosen = os.environ.get("LLMCTL_HOME")
     if chosen:
-        return Path(chosen).expanduser()
+        return Path(chosen).expanduser().absolute()
     import platformdirs
 
     return platformdirs.user_data_path("llmctl", appauthor=False)
