@@ -1,0 +1,98 @@
+"""One table of tensor names, used both ways: Hugging Face ↔ GGUF, with the transforms that go with a name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmctl.kernels.formats.quant_tensor import QuantTensor
+
+Tensor = np.ndarray | QuantTensor
+
+_LAYER = re.compile(r"^(model\.layers|blk)\.(\d+)\.(.+)$")
+
+
+@dataclass(frozen=True)
+class GgufNames:
+    """How GGUF spells a family's tensors.
+
+    top / layer: Hugging Face module → GGUF module, outside and inside a layer, without `.weight` / `.bias`.
+    permuted: layer modules whose rows GGUF interleaves for its rotary pairing, with the config key of their head count.
+    plus_one: GGUF stores 1 + w for every norm where Hugging Face stores w.
+    """
+
+    top: dict[str, str]
+    layer: dict[str, str]
+    permuted: dict[str, str]
+    plus_one: bool = False
+
+    def to_gguf(self, name: str) -> str | None:
+        """GGUF name of a Hugging Face tensor, None if the table has none."""
+        return _translate(name, self.top, self.layer, "blk")
+
+    def to_hf(self, name: str) -> str | None:
+        """Hugging Face name of a GGUF tensor, None if the table has none."""
+        return _translate(name, _inverse(self.top), _inverse(self.layer), "model.layers")
+
+    def heads_key(self, hf_name: str) -> str | None:
+        """Config key of the head count whose rows are permuted for this tensor, None if it is stored as it is."""
+        found = _LAYER.match(hf_name)
+        return self.permuted.get(found[3].rpartition(".")[0]) if found else None
+
+    def has_offset_norm(self, hf_name: str) -> bool:
+        """True when GGUF stores 1 + w for this tensor."""
+        return self.plus_one and hf_name.endswith("norm.weight")
+
+
+def _inverse(table: dict[str, str]) -> dict[str, str]:
+    return {gguf: hf for hf, gguf in table.items()}
+
+
+def _translate(name: str, top: dict[str, str], layer: dict[str, str], prefix: str) -> str | None:
+    module, _, kind = name.rpartition(".")
+    if kind not in ("weight", "bias"):
+        return None
+    if found := _LAYER.match(module):
+        inner = layer.get(found[3])
+        return inner and f"{prefix}.{found[2]}.{inner}.{kind}"
+    outer = top.get(module)
+    return outer and f"{outer}.{kind}"
+
+
+def interleave_rows(tensor: Tensor, num_heads: int) -> Tensor:
+    """Hugging Face row order (halves of a head apart) → GGUF llama order (pairs side by side)."""
+    return _reorder(tensor, _row_order(tensor.shape[0], num_heads))
+
+
+def deinterleave_rows(tensor: Tensor, num_heads: int) -> Tensor:
+    """The inverse of `interleave_rows`. Blocks run along the row, so quantized rows move whole."""
+    return _reorder(tensor, np.argsort(_row_order(tensor.shape[0], num_heads)))
+
+
+def _row_order(rows: int, num_heads: int) -> np.ndarray:
+    return np.arange(rows).reshape(num_heads, 2, rows // num_heads // 2).swapaxes(1, 2).reshape(-1)
+
+
+def _reorder(tensor: Tensor, order: np.ndarray) -> Tensor:
+    if isinstance(tensor, QuantTensor):
+        return QuantTensor(tensor.format, tensor.shape, tensor.blocks[order])
+    return tensor[order]
+
+
+TOP_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
