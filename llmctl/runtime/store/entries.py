@@ -90,6 +90,12 @@ def find_model(name: str) -> StoredModel | None:
     return entry if entry and entry.name == name else None
 
 
+def has_remains(name: str) -> bool:
+    """Whether the store holds anything under this name, even a model that is not whole any more."""
+    key = folder_key(name)
+    return key is not None and (store_folder() / key).exists()
+
+
 def remove_model(name: str) -> None:
     """Remove a model's folder from the store; nothing outside it. Errors: OutputError."""
     key = folder_key(name)

