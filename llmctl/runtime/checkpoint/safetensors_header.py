@@ -98,6 +98,8 @@ def _file_metadata(path: Path, metadata: Any) -> dict[str, str]:
 
 def _entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
     what = f"{path}: tensor {quoted(name)}"
+    if not name.isascii() and name != name.encode("utf-8", "replace").decode():
+        raise FormatError(f"{what} has half a surrogate pair in its name")
     if not isinstance(info, dict) or not {"dtype", "shape", "data_offsets"} <= info.keys():
         raise FormatError(f"{what} must have dtype, shape and data_offsets")
     form = _format(what, info["dtype"])
