@@ -68,13 +68,13 @@ def encode_q5_0(columns: np.ndarray, blocks: np.ndarray) -> None:
 
 
 def encode_q4_1(columns: np.ndarray, blocks: np.ndarray) -> None:
-    """m = min, d = (max - min) / 15, q = min(15, trunc((x - m) / d + 0.5))."""
+    """m = min, d = (max - min) / 15, q = trunc((x - m) / d + 0.5)."""
     codes = _offset_codes(columns, blocks, 15)
     blocks["qs"] = _pack_nibbles(codes)
 
 
 def encode_q5_1(columns: np.ndarray, blocks: np.ndarray) -> None:
-    """m = min, d = (max - min) / 31, q = min(31, trunc((x - m) / d + 0.5))."""
+    """m = min, d = (max - min) / 31, q = trunc((x - m) / d + 0.5)."""
     codes = _offset_codes(columns, blocks, 31)
     blocks["qs"] = _pack_nibbles(codes)
     blocks["qh"] = _pack_fifth_bits(codes)
@@ -99,14 +99,14 @@ def _signed_codes(columns: np.ndarray, blocks: np.ndarray, half: int) -> np.ndar
 def _offset_codes(columns: np.ndarray, blocks: np.ndarray, top: int) -> np.ndarray:
     lowest = _first_minimum(columns)
     with np.errstate(over="ignore"):  # an infinite range is refused with the scale
-        scales = (columns.max(axis=0) - lowest) / np.float32(top)
+        span = columns.max(axis=0) - lowest
+    scales = (span + np.float32(0)) / np.float32(top)  # + 0: zeros of both signs may differ by -0
     blocks["d"] = to_f16_scale(scales)
     blocks["m"] = to_f16_scale(lowest)
     steps = columns - lowest
     steps *= safe_inverse(scales)
-    steps += np.float32(0.5)
-    codes = steps.astype(np.uint8)
-    return np.minimum(codes, top, out=codes)
+    steps += np.float32(0.5)  # at most top + 0.5 and a rounding error, so no clamp is needed
+    return steps.astype(np.uint8)
 
 
 def _signed_extreme(columns: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ import gguf.quants
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmctl.errors import FormatError, UnsupportedError
@@ -66,7 +66,7 @@ def _offset_block(block: np.ndarray, top: int) -> tuple[bytes, list[int]]:
         low, high = (x if x < low else low), (x if x > high else high)
     d = (high - low) / F(top)
     inverse = F(1) / d if d else F(0)
-    return _half_bytes(d) + _half_bytes(low), [min(top, int((x - low) * inverse + F(0.5))) for x in block]
+    return _half_bytes(d) + _half_bytes(low), [int((x - low) * inverse + F(0.5)) for x in block]
 
 
 def scalar_q4_0(block: np.ndarray) -> bytes:
@@ -110,6 +110,11 @@ _blocks = st.lists(_values, min_size=32, max_size=32).map(lambda v: np.array(v, 
 @each_encoder
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(block=_blocks)
+@example(block=np.full(32, -0.0, np.float32))
+@example(block=np.array([0.0, -0.0] * 16, np.float32))
+@example(block=np.array([-0.0, 0.0, 1.0, 0.25] * 8, np.float32))
+@example(block=np.array([2.0, -2.0, 0.49999997, 0.5] * 8, np.float32))
+@example(block=np.array([-127.0, 0.5, -0.5, 2.5] * 8, np.float32))
 def test_equals_the_scalar_rules(name: str, block: np.ndarray) -> None:
     with np.errstate(under="ignore"):
         assert blocks_of(block, name).tobytes() == SCALAR[name](block)
