@@ -83,7 +83,7 @@ def _explain(failure: BaseException) -> int:
 def _explain_typer(failure: BaseException) -> int:
     import typer
 
-    usage_error = typer.BadParameter.__mro__[1]  # typer's own since 0.26, click's before
+    usage_error = typer.BadParameter.__mro__[1]  # typer's own class in newer releases, click's in older ones
     if isinstance(failure, typer.Abort):
         return INTERRUPTED
     if isinstance(failure, usage_error):

@@ -84,9 +84,12 @@ def _torch() -> dict[str, Any]:
 def _requirements() -> list[str]:
     """Names of the packages llmctl depends on, as its metadata states them (extras left out)."""
     import re
-    from importlib.metadata import requires
+    from importlib.metadata import PackageNotFoundError, requires
 
-    stated = [line for line in requires("llmctl") or [] if "extra ==" not in line]
+    try:
+        stated = [line for line in requires("llmctl") or [] if "extra ==" not in line]
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return []
     return [match[0] for line in stated if (match := re.match(r"[\w.-]+", line))]
 
 
