@@ -1,0 +1,1 @@
+"""What computes: the op-set, its backends, and the stored formats they read."""

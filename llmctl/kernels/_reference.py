@@ -1,0 +1,92 @@
+"""The reference backend: every op in plain torch, on CPU or CUDA. The definition of right; speed is not its concern."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from llmctl.errors import UnsupportedError
+from llmctl.kernels.attention._reference import attention
+from llmctl.kernels.embedding._reference import embedding
+from llmctl.kernels.formats.codecs import dequantize
+from llmctl.kernels.formats.quant_tensor import QuantTensor
+from llmctl.kernels.linear._reference import linear
+from llmctl.kernels.rms_norm._reference import rms_norm
+from llmctl.kernels.rotary._reference import rotary, rotary_angles
+from llmctl.kernels.store_kv._reference import store_kv
+from llmctl.kernels.swiglu._reference import gated_activation
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+class ReferenceOps:
+    """`Ops` over torch tensors. Weights are dequantized once, when they are prepared."""
+
+    name = "reference"
+
+    def __init__(self, device: str = "cpu", dtype: str = "float32", threads: int | None = None) -> None:
+        self.device, self.dtype = device, dtype
+        self._torch_dtype = _DTYPES[dtype]
+        self._check_device()
+        if threads is not None:
+            torch.set_num_threads(threads)
+
+    def _check_device(self) -> None:
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise UnsupportedError(f"device {self.device} was asked for, but torch {torch.__version__} sees no CUDA device")
+
+    def prepare_weight(self, weight: np.ndarray | QuantTensor) -> torch.Tensor:
+        return self._upload(dequantize(weight)).to(self._torch_dtype)
+
+    def prepare_vector(self, vector: np.ndarray | QuantTensor, dtype: str | None = None) -> torch.Tensor:
+        return self._upload(dequantize(vector)).to(_DTYPES[dtype or self.dtype])
+
+    def _upload(self, array: np.ndarray) -> torch.Tensor:
+        if not array.flags.writeable:  # mapped from a read-only file
+            array = array.copy()
+        return torch.from_numpy(array).to(self.device)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        return torch.empty(shape, dtype=_DTYPES[dtype], device=self.device)
+
+    def from_host(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    def to_host(self, array: torch.Tensor) -> np.ndarray:
+        return array.float().cpu().numpy()
+
+    linear = staticmethod(linear)
+    embedding = staticmethod(embedding)
+    rms_norm = staticmethod(rms_norm)
+    rotary_angles = staticmethod(rotary_angles)
+    rotary = staticmethod(rotary)
+    gated_activation = staticmethod(gated_activation)
+    store_kv = staticmethod(store_kv)
+    attention = staticmethod(attention)
+
+    @staticmethod
+    def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    @staticmethod
+    def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * factor
+
+    @staticmethod
+    def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+        return cap * torch.tanh(x / cap)
+
+    @staticmethod
+    def reshape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        return x.reshape(shape)
+
+    @staticmethod
+    def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return x[rows]

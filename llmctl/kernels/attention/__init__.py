@@ -1,0 +1,42 @@
+"""attention(queries, key_pages, value_pages, batch, scale, sliding_window=None, softcap=None) -> y
+
+queries                 [T, num_heads, head_dim]                           tokens of all sequences, one after the other
+key_pages, value_pages  [num_blocks, block_size, num_kv_heads, head_dim]   this step's keys and values already stored
+batch                   who owns which queries and pages: `BatchDescription`
+scale                   factor on the scores, usually head_dim ** -0.5
+sliding_window          a query at position p sees keys p − window + 1 … p; None sees all up to p
+softcap                 scores become softcap · tanh(scores / softcap), before the mask
+y                       [T, num_heads, head_dim]
+
+Query head h reads kv head h // (num_heads // num_kv_heads): multi-head, grouped and multi-query attention are one op.
+Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class BatchDescription:
+    """One step of several sequences, laid end to end. Passed explicitly to every op that needs it; never global.
+
+    token_ids     [T]   int64, ids on the backend's device
+    positions     [T]   int64, position of each token in its sequence
+    rope_lengths  [T]   sequence length that length-dependent rope types scale by (see models/rope.py); host side
+    slot_mapping  [T]   int64, cache slot each token is written to
+    cu_seqlens_q  S + 1 Python ints: tokens of sequence s are cu_seqlens_q[s] … cu_seqlens_q[s + 1] − 1
+    context_lens  S     Python ints: keys each sequence has once this step is stored
+    block_tables  S     int64 arrays of page numbers, at least ceil(context_len / block_size) long
+    block_size    tokens in a page
+    """
+
+    token_ids: Any
+    positions: Any
+    rope_lengths: Any
+    slot_mapping: Any
+    cu_seqlens_q: list[int]
+    context_lens: list[int]
+    block_tables: list[Any]
+    block_size: int

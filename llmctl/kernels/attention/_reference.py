@@ -1,0 +1,63 @@
+"""Paged attention in plain torch: gather a sequence's pages, then the textbook formula in float32."""
+
+from __future__ import annotations
+
+import torch
+
+from llmctl.kernels.attention import BatchDescription
+
+
+def attention(
+    queries: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    batch: BatchDescription,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of every sequence of the batch over its own pages; see the contract for shapes."""
+    out = torch.empty_like(queries)
+    for s, context_len in enumerate(batch.context_lens):
+        begin, end = batch.cu_seqlens_q[s], batch.cu_seqlens_q[s + 1]
+        first_key = 0 if sliding_window is None else max(0, context_len - (end - begin) - sliding_window + 1)
+        slots = _slots(batch.block_tables[s], first_key, context_len, batch.block_size)
+        keys = key_pages.view(-1, *key_pages.shape[2:])[slots].float()
+        values = value_pages.view(-1, *value_pages.shape[2:])[slots].float()
+        mask = _mask(end - begin, first_key, context_len, sliding_window, queries.device)
+        out[begin:end] = _attend(queries[begin:end].float(), keys, values, mask, scale, softcap).to(queries.dtype)
+    return out
+
+
+def _slots(block_table: torch.Tensor, first: int, last: int, block_size: int) -> torch.Tensor:
+    """Cache slots of the tokens first … last − 1."""
+    tokens = torch.arange(first, last, device=block_table.device)
+    return block_table[tokens // block_size] * block_size + tokens % block_size
+
+
+def _mask(num_queries: int, first_key: int, last_key: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """True where query i (position last_key − num_queries + i) may see key j (position first_key + j)."""
+    rows = torch.arange(last_key - num_queries, last_key, device=device)[:, None]
+    columns = torch.arange(first_key, last_key, device=device)[None, :]
+    seen = columns <= rows
+    return seen if window is None else seen & (rows - columns < window)
+
+
+def _attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """queries [Tq, H, D] over keys and values [Tk, KVH, D] under mask [Tq, Tk]: [Tq, H, D]."""
+    num_queries, num_heads, head_dim = queries.shape
+    num_kv_heads = keys.shape[1]
+    grouped = queries.view(num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(1, 2, 0, 3)
+    scores = grouped @ keys.permute(1, 2, 0)[:, None] * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+    mixed = weights @ values.permute(1, 0, 2)[:, None]
+    return mixed.permute(2, 0, 1, 3).reshape(num_queries, num_heads, values.shape[-1])

@@ -1,0 +1,6 @@
+"""store_kv(keys, values, key_pages, value_pages, slot_mapping)
+
+keys, values            [T, num_kv_heads, head_dim]                        one row a token
+key_pages, value_pages  [num_blocks, block_size, num_kv_heads, head_dim]   in the cache's dtype, written in place
+slot_mapping            [T]  int64, slot = block · block_size + offset; −1 writes nothing
+"""

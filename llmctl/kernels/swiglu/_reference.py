@@ -1,0 +1,19 @@
+"""gated_activation in plain torch."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+_ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+    "gelu": functional.gelu,
+}
+
+
+def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) times up, both [T, I]."""
+    return _ACTIVATIONS[activation](gate) * up
