@@ -1,0 +1,1 @@
+"""What runs: checkpoints, tokenizers, the one forward pass, the cache, the engine."""

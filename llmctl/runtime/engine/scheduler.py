@@ -1,0 +1,93 @@
+"""Scheduler: whose tokens run in the next step.
+
+Sequences that only need one token (decode) come first; what is left of the step's budget goes to prompts, in chunks, in
+order of arrival. When pages run out the youngest running sequence gives its pages back and is computed again later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from llmctl.runtime.cache.block_manager import BlockManager
+from llmctl.runtime.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class ScheduledChunk:
+    """Tokens num_computed … num_computed + num_tokens − 1 of a sequence."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def is_last(self) -> bool:
+        """True when the chunk reaches the end of the sequence, so a token can be sampled after it."""
+        return self.num_tokens == self.sequence.num_uncomputed
+
+
+class Scheduler:
+    """Waiting and running sequences over one pool of pages."""
+
+    def __init__(self, blocks: BlockManager, max_num_seqs: int, prefill_chunk: int) -> None:
+        self.blocks = blocks
+        self.max_num_seqs, self.prefill_chunk = max_num_seqs, prefill_chunk
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    @property
+    def has_work(self) -> bool:
+        """True while any sequence waits or runs."""
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        self.waiting.append(sequence)
+
+    def schedule(self) -> list[ScheduledChunk]:
+        """The next step's chunks, with pages for them taken. Never empty while there is work."""
+        self._admit()
+        chunks: list[ScheduledChunk] = []
+        budget = self.prefill_chunk
+        # One-token sequences first; sorting is stable, so arrival order decides the rest.
+        for sequence in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
+            if sequence not in self.running or budget == 0:  # preempted by an earlier one, or no room
+                continue
+            num_tokens = min(sequence.num_uncomputed, budget)
+            if self._reserve(sequence, sequence.num_computed + num_tokens, chunks):
+                chunks.append(ScheduledChunk(sequence, num_tokens))
+                budget -= num_tokens
+        return chunks
+
+    def _admit(self) -> None:
+        """Start waiting sequences while their prompts fit beside the running ones."""
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            sequence = self.waiting[0]
+            if self.running and not self.blocks.can_grow(sequence.block_table, len(sequence.token_ids) + 1):
+                return
+            self.running.append(self.waiting.popleft())
+
+    def _reserve(self, sequence: Sequence, num_tokens: int, chunks: list[ScheduledChunk]) -> bool:
+        """Take pages for a sequence, preempting the youngest others; False if it had to give way itself."""
+        taken = {chunk.sequence for chunk in chunks}
+        while not self.blocks.can_grow(sequence.block_table, num_tokens):
+            victim = next(s for s in reversed(self.running) if s not in taken)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        self.blocks.grow(sequence.block_table, num_tokens)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.blocks.shrink(sequence.block_table, 0)
+        sequence.num_computed = 0
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a finished or aborted sequence and give its pages back."""
+        self.blocks.shrink(sequence.block_table, 0)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)

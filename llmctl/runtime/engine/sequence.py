@@ -1,0 +1,53 @@
+"""Sequence: one request on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from llmctl.runtime.sampling.params import SamplingParams
+from llmctl.runtime.sampling.sampler import Sampler
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Token ids of one request and how far they have been computed.
+
+    token_ids: prompt followed by completion. num_computed: leading tokens whose keys and values are in the cache.
+    block_table: cache pages, in order. finish_reason: None while it runs.
+    """
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    sampler: Sampler
+    token_ids: list[int] = field(init=False)
+    num_computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def completion_token_ids(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that must still run before the next one can be sampled."""
+        return len(self.token_ids) - self.num_computed
+
+    def rope_length(self, position: int) -> int:
+        """Sequence length that length-dependent rope types see at a position: the whole prompt inside it, then what is there.
+
+        It depends on the position alone, so chunk borders and recomputation do not change a token's angles.
+        """
+        return max(self.num_prompt_tokens, position + 1)

@@ -1,0 +1,168 @@
+"""Text over the engine: token ids become text as they arrive, stop strings end it, statistics are kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from llmctl.runtime.engine import Engine, FinishReason, Sequence, TokenOutput
+from llmctl.runtime.sampling.params import SamplingParams
+from llmctl.runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TextEvent:
+    """One engine token as text.
+
+    text: what may be shown now (empty while a character or a possible stop string is incomplete). token_id: None on an event
+    that only ends the stream. finish_reason: set on the last event; stop_string: the stop string met, if that was why.
+    """
+
+    text: str
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    logprob: float | None = None
+    top_logprobs: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass
+class GenerationStats:
+    """Counts and times of one generation. Rates are None where nothing was measured."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def ttft_ms(self) -> float:
+        """Milliseconds from the request to its first token."""
+        return self.prefill_s * 1e3
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """Prompt tokens computed per second until the first token came."""
+        computed = self.prompt_tokens - self.cached_tokens
+        return computed / self.prefill_s if self.prefill_s > 0 and computed else None
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens per second after the first one."""
+        return (self.completion_tokens - 1) / self.decode_s if self.decode_s > 0 and self.completion_tokens > 1 else None
+
+
+class StopFinder:
+    """Finds stop strings in a stream: what is shown never holds one, nor the start of one that may still complete."""
+
+    def __init__(self, stop: list[str]) -> None:
+        self._stop = [s for s in stop if s]
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """(text that may be shown, the stop string found). After a find nothing more is shown."""
+        self._held += text
+        found = min(((self._held.find(s), s) for s in self._stop if s in self._held), default=None)
+        if found is not None:
+            shown, self._held = self._held[: found[0]], ""
+            return shown, found[1]
+        keep = self._ambiguous()
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return shown, None
+
+    def _ambiguous(self) -> int:
+        """Length of the longest tail of the held text that starts a stop string."""
+        longest = max((len(s) for s in self._stop), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            tail = self._held[-length:]
+            if any(s.startswith(tail) for s in self._stop):
+                return length
+        return 0
+
+    def flush(self) -> str:
+        """What is still held back, at the end of the stream."""
+        held, self._held = self._held, ""
+        return held
+
+
+class TextAssembler:
+    """One sequence's tokens → text events: detokenizer and stop strings in one place, whoever drives the engine."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: list[str]) -> None:
+        self._detokenizer = tokenizer.stream()
+        self._stop = StopFinder(stop)
+
+    def push(self, output: TokenOutput) -> TextEvent:
+        """The event for one engine output; a found stop string makes it the last one."""
+        token, reason = output.token, output.finish_reason
+        if token is None:
+            return TextEvent("", None, reason)
+        text = "" if reason == "stop" else self._detokenizer.push(token.token_id)  # an end token is never shown
+        if reason is not None:
+            text += self._detokenizer.flush()
+        text, found = self._stop.push(text)
+        if found is None and reason is not None:
+            text += self._stop.flush()
+        reason = "stop" if found is not None else reason
+        return TextEvent(text, token.token_id, reason, found, token.logprob, token.top_logprobs)
+
+
+class TextStream:
+    """Iterator over the events of one generation. Closing it early (or leaving the loop) frees the sequence's pages."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams, stop: list[str]
+    ) -> None:
+        self.stats = GenerationStats(prompt_tokens=len(prompt_token_ids))
+        self._engine = engine
+        self.sequence: Sequence = engine.add(prompt_token_ids, params)
+        self._events = self._run(TextAssembler(tokenizer, stop))
+
+    def __iter__(self) -> Iterator[TextEvent]:
+        return self._events
+
+    def _run(self, assembler: TextAssembler) -> Iterator[TextEvent]:
+        start = last = time.perf_counter()
+        try:
+            while self.sequence.finish_reason is None or self.stats.completion_tokens == 0:
+                for output in self._engine.step():
+                    if output.sequence is not self.sequence:
+                        continue
+                    now = time.perf_counter()
+                    self._count(output, start, last, now)
+                    last = now
+                    event = assembler.push(output)
+                    yield event
+                    if event.finish_reason is not None:
+                        return
+        finally:
+            self._engine.abort(self.sequence)
+
+    def _count(self, output: TokenOutput, start: float, last: float, now: float) -> None:
+        if output.token is None:
+            return
+        self.stats.completion_tokens += 1
+        if self.stats.completion_tokens == 1:
+            self.stats.prefill_s = now - start
+        else:
+            self.stats.decode_s += now - last
+
+    def close(self) -> None:
+        """Stop now."""
+        self._events.close()
+        self._engine.abort(self.sequence)
+
+
+def generate_text(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    stop: list[str] | None = None,
+) -> TextStream:
+    """Generate from a prompt. Iterate the result for `TextEvent`s; `.stats` holds counts and times, `.sequence` the ids."""
+    return TextStream(engine, tokenizer, prompt_token_ids, params, stop or [])
+
+

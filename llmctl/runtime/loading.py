@@ -1,0 +1,206 @@
+"""From a path to a model that can run: open, recognise, check memory, prepare weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmctl.errors import FormatError, ModelNotFoundError, OutOfMemoryError, UsageError
+from llmctl.kernels.backend import KV_TYPES, make_ops
+from llmctl.kernels.ops import Ops
+from llmctl.runtime.cache.memory import bytes_per_token
+from llmctl.runtime.checkpoint import open_checkpoint
+from llmctl.runtime.checkpoint.checkpoint import Checkpoint
+from llmctl.runtime.models.config import ModelConfig
+from llmctl.runtime.models.decoder import Decoder
+from llmctl.runtime.models.registry import family_by_model_type
+from llmctl.runtime.models.weights import ModelWeights
+from llmctl.runtime.tokenizer import Tokenizer, load_tokenizer
+
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_CACHE_SHARE = 0.5  # of the memory left after the weights: the rest is for activations and everything else
+
+
+@dataclass
+class LoadedModel:
+    """A model ready for the engine.
+
+    context_length: tokens a sequence may have. max_cache_tokens: tokens the cache may hold in all. eos_token_ids: the union of
+    every source. num_tokens: ids the sampler may draw (rows beyond the tokenizer's vocabulary are padding). tokenizer is None
+    where the checkpoint has none.
+    """
+
+    config: ModelConfig
+    decoder: Decoder
+    ops: Ops
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+    kv_type: str
+    context_length: int
+    max_cache_tokens: int
+    eos_token_ids: frozenset[int]
+    num_tokens: int
+
+
+def load_model(
+    path: Path,
+    *,
+    backend: str = "reference",
+    device: str = "cpu",
+    dtype: str = "float32",
+    kv_type: str = "f32",
+    ctx_size: int | None = None,
+    threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> LoadedModel:
+    """Load a checkpoint (GGUF file, Hugging Face folder) for one backend.
+
+    ctx_size: tokens of context, None for what the model was trained with as far as memory allows. progress: called with
+    (done, total) layers. Raises FormatError, UnsupportedError, UsageError and OutOfMemoryError.
+    """
+    if kv_type not in KV_TYPES:
+        raise UsageError(f"the {backend} backend keeps its KV cache in {', '.join(KV_TYPES)}, not in {kv_type!r}")
+    weights = ModelWeights(open_checkpoint(path))
+    tokenizer = _tokenizer(weights)
+    available = _available_bytes(weights, device, dtype)
+    context_length, max_cache_tokens = _context(weights.config, kv_type, ctx_size, available)
+    ops = make_ops(backend, device, dtype, threads)
+    return LoadedModel(
+        config=weights.config,
+        decoder=Decoder(ops, weights, progress),
+        ops=ops,
+        checkpoint=weights.checkpoint,
+        tokenizer=tokenizer,
+        kv_type=kv_type,
+        context_length=context_length,
+        max_cache_tokens=max_cache_tokens,
+        eos_token_ids=_end_tokens(weights, tokenizer),
+        num_tokens=min(weights.config.vocab_size, tokenizer.vocab_size if tokenizer else weights.config.vocab_size),
+    )
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The config of a checkpoint or of a bare config.json, without reading a tensor."""
+    if path.suffix == ".json" and not path.name.endswith(".index.json"):
+        return _bare_config(path)
+    if path.is_dir() and (path / "config.json").is_file():
+        return _bare_config(path / "config.json")
+    with open_checkpoint(path) as checkpoint:
+        return ModelWeights(checkpoint).config
+
+
+def _bare_config(path: Path) -> ModelConfig:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelNotFoundError(f"{path}: no such file") from None
+    except (ValueError, OSError) as error:
+        raise FormatError(f"{path}: not a readable config.json: {error}") from None
+    if not isinstance(values, dict):
+        raise FormatError(f"{path}: a config.json holds an object, found {type(values).__name__}")
+    return family_by_model_type(values.get("model_type")).read_config(values)
+
+
+def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Sampling values the checkpoint itself recommends, by SamplingParams' names; empty where it says nothing."""
+    metadata = getattr(checkpoint, "metadata", None)
+    if metadata is not None:
+        found = {name: metadata.get(f"general.sampling.{key}") for name, key in _GGUF_SAMPLING.items()}
+    else:
+        values = getattr(checkpoint, "generation_config", {})
+        found = {name: values.get(name) for name in _HF_SAMPLING}
+        if values.get("do_sample") is False:
+            found = {}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+_HF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_GGUF_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+    "repetition_window": "penalty_last_n",
+}
+
+
+def _tokenizer(weights: ModelWeights) -> Tokenizer | None:
+    """The checkpoint's tokenizer, checked against the embedding; None where there is none (an engine fed with ids needs none)."""
+    try:
+        tokenizer = load_tokenizer(weights.checkpoint)
+    except ModelNotFoundError:
+        return None
+    rows = weights.config.vocab_size
+    if tokenizer.vocab_size > rows:
+        raise FormatError(
+            f"{weights.checkpoint.path}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {rows} rows; "
+            f"the first surplus token is {tokenizer.token_text(rows)!r} (id {rows})"
+        )
+    return tokenizer
+
+
+def _end_tokens(weights: ModelWeights, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The union of what the config, the generation config and the tokenizer call an end."""
+    generation = getattr(weights.checkpoint, "generation_config", {}).get("eos_token_id")
+    listed = generation if isinstance(generation, list) else [] if generation is None else [generation]
+    return frozenset({*weights.config.eos_token_ids, *listed, *(tokenizer.eos_token_ids if tokenizer else ())})
+
+
+def _available_bytes(weights: ModelWeights, device: str, dtype: str) -> int | None:
+    """Memory left once the weights are unfolded to `dtype`; None where it cannot be known. OutOfMemoryError if they do not fit."""
+    if device != "cpu" or not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        return None
+    available = _meminfo_available() or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    checkpoint = weights.checkpoint
+    elements = sum(_elements(checkpoint.entry(name).shape) for name in checkpoint.names())
+    needed = elements * _DTYPE_BYTES.get(dtype, 4)
+    if needed > available:
+        smaller = "" if dtype != "float32" else "; --dtype bfloat16 halves that"
+        raise OutOfMemoryError(
+            f"{checkpoint.path}: {needed / 1e9:.1f} GB of weights in {dtype}, "
+            f"{available / 1e9:.1f} GB of memory free{smaller}"
+        )
+    return available - needed
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _meminfo_available() -> int | None:
+    """MemAvailable of Linux, which counts reclaimable page cache."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _context(config: ModelConfig, kv_type: str, ctx_size: int | None, available: int | None) -> tuple[int, int]:
+    """(context length, tokens the cache may hold). An asked-for size that does not fit is an error, never cut silently."""
+    trained = config.max_position_embeddings
+    per_token = bytes_per_token(config.kv_layers(), kv_type)
+    assert per_token, "the reference cache types fit every head size"
+    fitting = int(available * _CACHE_SHARE / per_token) if available is not None else trained
+    if ctx_size is None:
+        return max(1, min(trained, fitting)), max(fitting, 1)
+    if ctx_size < 1:
+        raise UsageError(f"--ctx-size must be at least 1, found {ctx_size}")
+    if ctx_size > trained:
+        raise UsageError(f"--ctx-size {ctx_size} is more than the {trained} tokens this model was trained with")
+    if ctx_size > fitting:
+        raise OutOfMemoryError(
+            f"a context of {ctx_size} tokens needs {ctx_size * per_token / 1e9:.1f} GB of {kv_type} cache; "
+            f"about {fitting} tokens fit in memory"
+        )
+    return ctx_size, fitting
+
+

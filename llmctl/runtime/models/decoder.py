@@ -1,0 +1,82 @@
+"""The one forward pass: every decoder-only transformer, written once against the op-set.
+
+A layer is   x += [norm](attention(norm(x)));  x += [norm](mlp(norm(x)))
+where the bracketed norms, biases, query/key norms, windows, caps and scales are choices of `ModelConfig`. Nothing here knows
+a family, a stored format, or whether arrays are torch's or numpy's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmctl.kernels.attention import BatchDescription
+from llmctl.kernels.ops import Array, Ops
+from llmctl.runtime.cache.kv_cache import KvCache
+from llmctl.runtime.models.config import LayerConfig, ModelConfig
+from llmctl.runtime.models.layers import Attention, GatedMlp, Linear, Norm
+from llmctl.runtime.models.rotary_tables import RotaryTables
+from llmctl.runtime.models.weights import ModelWeights
+
+
+class DecoderLayer:
+    """One transformer block."""
+
+    def __init__(self, ops: Ops, config: ModelConfig, choices: LayerConfig, weights: ModelWeights, index: int) -> None:
+        prefix = f"model.layers.{index}."
+        self.ops, self.config = ops, config
+        self.attention = Attention(ops, config, choices, weights, index)
+        self.mlp = GatedMlp(ops, config, weights, prefix + "mlp.")
+        self.input_norm = Norm(ops, config, weights, prefix + "input_layernorm")
+        if config.sandwich_norms:
+            self.attention_out_norm = Norm(ops, config, weights, prefix + "post_attention_layernorm")
+            self.mlp_norm = Norm(ops, config, weights, prefix + "pre_feedforward_layernorm")
+            self.mlp_out_norm = Norm(ops, config, weights, prefix + "post_feedforward_layernorm")
+        else:
+            self.mlp_norm = Norm(ops, config, weights, prefix + "post_attention_layernorm")
+
+    def forward(self, x: Array, batch: BatchDescription, cache: KvCache, tables: RotaryTables) -> Array:
+        """x [T, hidden_size] → the same."""
+        y = self.attention.forward(self.input_norm.forward(x), batch, cache, tables)
+        x = self._add(x, self.attention_out_norm.forward(y) if self.config.sandwich_norms else y)
+        y = self.mlp.forward(self.mlp_norm.forward(x))
+        return self._add(x, self.mlp_out_norm.forward(y) if self.config.sandwich_norms else y)
+
+    def _add(self, x: Array, y: Array) -> Array:
+        factor = self.config.residual_scale
+        return self.ops.add(x, y if factor == 1.0 else self.ops.scale(y, factor))
+
+
+class Decoder:
+    """A model ready to run: weights prepared for one backend."""
+
+    def __init__(self, ops: Ops, weights: ModelWeights, progress: Any = None) -> None:
+        """Prepare every weight. progress: called with (done, total) layers; FormatError names a missing or misshapen tensor."""
+        config = weights.config
+        self.ops, self.config = ops, config
+        self.embed_tokens = Linear.read(ops, weights, "model.embed_tokens", (config.vocab_size, config.hidden_size))
+        self.layers = []
+        for index, choices in enumerate(config.layers):
+            self.layers.append(DecoderLayer(ops, config, choices, weights, index))
+            if progress:
+                progress(index + 1, config.num_layers)
+        self.norm = Norm(ops, config, weights, "model.norm")
+        self.lm_head = self.embed_tokens
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear.read(ops, weights, "lm_head", (config.vocab_size, config.hidden_size))
+        self.tables = RotaryTables(ops, config)
+
+    def forward(self, batch: BatchDescription, cache: KvCache, rows: Array) -> Array:
+        """Logits [len(rows), vocab_size] of the batch's tokens numbered `rows`; keys and values go to the cache's pages."""
+        ops, config = self.ops, self.config
+        self.tables.prepare(batch)
+        x = ops.embedding(batch.token_ids, self.embed_tokens.weight, config.embedding_scale)
+        for layer in self.layers:
+            x = layer.forward(x, batch, cache, self.tables)
+        return self._logits(self.norm.forward(ops.take_rows(x, rows)))
+
+    def _logits(self, x: Array) -> Array:
+        ops, config = self.ops, self.config
+        logits = self.lm_head.forward(x)
+        if config.logit_scale != 1.0:
+            logits = ops.scale(logits, config.logit_scale)
+        return logits if config.final_softcap is None else ops.softcap(logits, config.final_softcap)

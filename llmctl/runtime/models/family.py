@@ -1,0 +1,32 @@
+"""Family: everything that tells one architecture from another, as data.
+
+A family file holds one `Family`: how its config is read and how GGUF spells it. It holds no math: that is decoder.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llmctl.runtime.checkpoint.names import GgufNames
+from llmctl.runtime.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    name: ours. model_types: `model_type` values of config.json. read_config: Hugging Face config → ModelConfig.
+    gguf_arch: `general.architecture`. gguf_names: tensor names and transforms. hf_class: entry of `architectures`.
+    complete_gguf: adds the config values that GGUF readers know by heart because no key holds them.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    read_config: Callable[[dict[str, Any]], ModelConfig]
+    gguf_arch: str
+    gguf_names: GgufNames
+    hf_class: str
+    complete_gguf: Callable[[dict[str, Any]], dict[str, Any]] = dict
+

@@ -1,0 +1,201 @@
+"""GGUF metadata ↔ model config: one table of keys, used both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from llmctl.errors import FormatError
+from llmctl.runtime.models.config import ModelConfig
+from llmctl.runtime.models.family import Family
+from llmctl.runtime.models.rope import RopeConfig, rope_frequencies
+
+# Hugging Face key, GGUF key below `{arch}.`, needed. The order is the order in which the converter writes them.
+_KEYS = (
+    ("num_hidden_layers", "block_count", True),
+    ("max_position_embeddings", "context_length", True),
+    ("hidden_size", "embedding_length", True),
+    ("intermediate_size", "feed_forward_length", True),
+    ("num_attention_heads", "attention.head_count", True),
+    ("num_key_value_heads", "attention.head_count_kv", False),
+    ("rms_norm_eps", "attention.layer_norm_rms_epsilon", True),
+    ("rope_theta", "rope.freq_base", False),
+    ("head_dim", "attention.key_length", False),
+    ("sliding_window", "attention.sliding_window", False),
+    ("rope_local_base_freq", "rope.freq_base_swa", False),
+    ("attn_logit_softcapping", "attn_logit_softcapping", False),
+    ("final_logit_softcapping", "final_logit_softcapping", False),
+)
+_END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
+FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def config_from_gguf(
+    metadata: Mapping[str, Any], family: Family, shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """A Hugging Face config dict out of GGUF metadata.
+
+    shapes: GGUF tensor name → torch-order shape. factors: those of FACTOR_TENSORS the file holds, as float32.
+    Raises FormatError naming a key that is missing or is not a number.
+    """
+    arch = family.gguf_arch
+    config = {hf: _number(metadata, f"{arch}.{key}", needed) for hf, key, needed in _KEYS}
+    config = {key: value for key, value in config.items() if value is not None}
+    config["model_type"], config["architectures"] = family.model_types[0], [family.hf_class]
+    if "token_embd.weight" not in shapes:
+        raise FormatError("the file has no tensor 'token_embd.weight'")
+    config["vocab_size"] = shapes["token_embd.weight"][0]
+    config["tie_word_embeddings"] = "output.weight" not in shapes
+    config["attention_bias"] = "blk.0.attn_q.bias" in shapes
+    config["attention_out_bias"] = "blk.0.attn_output.bias" in shapes
+    config["mlp_bias"] = "blk.0.ffn_gate.bias" in shapes
+    _add_head_dim(config, metadata, arch)
+    _add_rope_scaling(config, metadata, arch, factors)
+    _add_token_ids(config, metadata)
+    return family.complete_gguf(config)
+
+
+def _number(metadata: Mapping[str, Any], key: str, needed: bool) -> Any:
+    value = metadata.get(key)
+    if value is None and not needed:
+        return None
+    if isinstance(value, (list, np.ndarray)) and len(value) and len(set(np.asarray(value).tolist())) == 1:
+        value = np.asarray(value).tolist()[0]  # per-layer values that are all alike
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise FormatError(f"metadata key {key!r} must be a number, found {'nothing' if value is None else repr(value)}")
+    return value
+
+
+def _add_head_dim(config: dict[str, Any], metadata: Mapping[str, Any], arch: str) -> None:
+    """Older files say the head size only through the rotary dimension, or not at all."""
+    value_length = _number(metadata, f"{arch}.attention.value_length", needed=False)
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if value_length not in (None, head_dim):
+        raise FormatError(f"{arch}.attention.value_length is {value_length}, but key_length is {head_dim}")
+    config["head_dim"] = head_dim
+    rotary = _number(metadata, f"{arch}.rope.dimension_count", needed=False)
+    if rotary not in (None, head_dim):
+        config["partial_rotary_factor"] = rotary / head_dim
+
+
+def _add_rope_scaling(
+    config: dict[str, Any], metadata: Mapping[str, Any], arch: str, factors: Mapping[str, np.ndarray]
+) -> None:
+    kind = metadata.get(f"{arch}.rope.scaling.type", "none")
+    keys = ("factor", "original_context_length", "attn_factor", "yarn_beta_fast", "yarn_beta_slow")
+    found = {key: _number(metadata, f"{arch}.rope.scaling.{key}", needed=False) for key in keys}
+    original = found["original_context_length"]
+    if "rope_freqs.weight" in factors:
+        scaling = {"rope_type": "factors", "factors": factors["rope_freqs.weight"].tolist()}
+    elif "rope_factors_long.weight" in factors:
+        scaling = {
+            "rope_type": "longrope",
+            "long_factor": factors["rope_factors_long.weight"].tolist(),
+            "short_factor": factors["rope_factors_short.weight"].tolist(),
+            "attention_factor": found["attn_factor"],
+            "original_max_position_embeddings": original,
+        }
+    elif kind == "yarn":
+        scaling = {
+            "rope_type": "yarn",
+            "factor": found["factor"],
+            "original_max_position_embeddings": original,
+            "attention_factor": _yarn_attention_factor(metadata, arch, found),
+            "beta_fast": found["yarn_beta_fast"],
+            "beta_slow": found["yarn_beta_slow"],
+        }
+    elif kind == "none":
+        return
+    else:
+        scaling = {"rope_type": kind, "factor": found["factor"]}
+    config["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
+
+
+def _yarn_attention_factor(metadata: Mapping[str, Any], arch: str, found: dict[str, Any]) -> float | None:
+    """GGUF's attn_factor multiplies the standard yarn factor; Hugging Face's attention_factor replaces it."""
+    if found["attn_factor"] is None or not found["factor"]:
+        return None
+    return found["attn_factor"] * (1.0 + 0.1 * float(np.log(found["factor"])))
+
+
+def _add_token_ids(config: dict[str, Any], metadata: Mapping[str, Any]) -> None:
+    ends = [metadata[f"tokenizer.ggml.{key}"] for key in _END_TOKENS if f"tokenizer.ggml.{key}" in metadata]
+    config["eos_token_id"] = sorted({int(i) for i in ends})
+    if (bos := metadata.get("tokenizer.ggml.bos_token_id")) is not None:
+        config["bos_token_id"] = int(bos)
+
+
+def metadata_from_config(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """The `{arch}.*` keys a converter writes for this model."""
+    arch = family.gguf_arch
+    windows = [layer.sliding_window for layer in config.layers if layer.sliding_window]
+    ropes = _global_and_local_rope(config)
+    values = {
+        "num_hidden_layers": config.num_layers,
+        "max_position_embeddings": config.max_position_embeddings,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": float(config.rms_norm_eps),
+        "rope_theta": ropes[0].theta,
+        "head_dim": config.head_dim,
+        "sliding_window": windows[0] if windows else None,
+        "rope_local_base_freq": ropes[1].theta if ropes[1] else None,
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.final_softcap,
+    }
+    keys = {f"{arch}.{key}": values[hf] for hf, key, _ in _KEYS if values[hf] is not None}
+    keys[f"{arch}.attention.value_length"] = config.head_dim
+    keys[f"{arch}.rope.dimension_count"] = ropes[0].rotary_dim
+    keys[f"{arch}.vocab_size"] = config.vocab_size
+    return {**keys, **_scaling_metadata(ropes[0], arch)}
+
+
+def _global_and_local_rope(config: ModelConfig) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rope of layers that see everything and, where they differ, of those with a window."""
+    everywhere = [layer.rope for layer in config.layers if layer.sliding_window is None]
+    local = [layer.rope for layer in config.layers if layer.sliding_window is not None]
+    return (everywhere or local)[0], (local[0] if local and everywhere else None)
+
+
+def _scaling_metadata(rope: RopeConfig, arch: str) -> dict[str, Any]:
+    """Keys for linear, yarn and longrope. The dynamic type acts only beyond context_length, so a file needs nothing for it."""
+    prefix, p = f"{arch}.rope.scaling.", rope.parameters
+    if rope.kind == "linear":
+        return {prefix + "type": "linear", prefix + "factor": float(p["factor"])}
+    if rope.kind == "yarn":
+        factor = float(p.get("factor") or rope.max_position / rope.original_max_position)
+        keys = {
+            prefix + "type": "yarn",
+            prefix + "factor": factor,
+            prefix + "original_context_length": rope.original_max_position,
+            prefix + "attn_factor": rope_frequencies(rope)[1] / (1.0 + 0.1 * float(np.log(factor))),
+            prefix + "yarn_beta_fast": p.get("beta_fast") and float(p["beta_fast"]),
+            prefix + "yarn_beta_slow": p.get("beta_slow") and float(p["beta_slow"]),
+        }
+        return {key: value for key, value in keys.items() if value is not None}
+    if rope.kind == "longrope":
+        return {
+            prefix + "original_context_length": rope.original_max_position,
+            prefix + "attn_factor": rope_frequencies(rope)[1],
+        }
+    return {}
+
+
+def factor_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
+    """The rope tensors (float32 divisors per frequency) that GGUF keeps beside the weights."""
+    rope = _global_and_local_rope(config)[0]
+    if rope.kind == "longrope":
+        return {
+            "rope_factors_long.weight": np.asarray(rope.parameters["long_factor"], dtype=np.float32),
+            "rope_factors_short.weight": np.asarray(rope.parameters["short_factor"], dtype=np.float32),
+        }
+    if rope.kind == "factors":
+        return {"rope_freqs.weight": np.asarray(rope.parameters["factors"], dtype=np.float32)}
+    if rope.kind == "llama3":
+        plain = RopeConfig("default", rope.theta, rope.rotary_dim, rope.original_max_position, rope.max_position)
+        return {"rope_freqs.weight": rope_frequencies(plain)[0] / rope_frequencies(rope)[0]}
+    return {}

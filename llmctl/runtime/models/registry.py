@@ -1,0 +1,32 @@
+"""Which families there are, found by Hugging Face model_type or by GGUF architecture."""
+
+from __future__ import annotations
+
+import difflib
+
+from llmctl.errors import UnsupportedError
+from llmctl.runtime.models import gemma3, llama
+from llmctl.runtime.models.family import Family
+
+FAMILIES: tuple[Family, ...] = (llama.FAMILY, gemma3.FAMILY)
+
+
+def family_by_model_type(model_type: str | None) -> Family:
+    """The family of a config.json; UnsupportedError naming the type and its nearest relatives."""
+    known = {name: family for family in FAMILIES for name in family.model_types}
+    return _pick(known, model_type, "config.json: model_type")
+
+
+def family_by_gguf_arch(arch: str | None) -> Family:
+    """The family of a GGUF file; UnsupportedError naming the architecture and its nearest relatives."""
+    return _pick({family.gguf_arch: family for family in FAMILIES}, arch, "general.architecture")
+
+
+def _pick(known: dict[str, Family], name: str | None, where: str) -> Family:
+    if name in known:
+        return known[name]
+    if not name:
+        raise UnsupportedError(f"{where} is missing, so the architecture is unknown; known: {', '.join(known)}")
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"the nearest known one is {near[0]!r}" if near else f"known: {', '.join(known)}"
+    raise UnsupportedError(f"{where} {name!r} is not supported yet; {hint}")
