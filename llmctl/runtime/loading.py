@@ -152,7 +152,7 @@ def _end_tokens(weights: ModelWeights, tokenizer: Tokenizer | None) -> frozenset
 
 
 def _available_bytes(weights: ModelWeights, device: str, dtype: str) -> int | None:
-    """Memory left once the weights are unfolded to `dtype`; None where it cannot be known. OutOfMemoryError if they do not fit."""
+    """Memory left once the weights are unfolded to `dtype` (None: unknown); OutOfMemoryError if they do not fit."""
     if device != "cpu" or not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
         return None
     available = _meminfo_available() or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -5,6 +5,7 @@ Every function takes and returns float32 logits over the whole vocabulary; a tok
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,7 +49,7 @@ def candidates(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, 
         keep = max(1, int(np.count_nonzero(before < params.top_p)))
         ids, kept = ids[:keep], kept[:keep]
     if params.min_p > 0.0:
-        keep = max(1, int(np.count_nonzero(kept >= kept[0] + np.log(np.float32(params.min_p)))))
+        keep = max(1, int(np.count_nonzero(kept >= kept[0] + math.log(params.min_p))))
         ids, kept = ids[:keep], kept[:keep]
     return ids, kept
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from llmctl.errors import LlmctlError
 from llmctl.runtime.sampling.params import SamplingParams
 from llmctl.runtime.sampling.processors import apply_bias, apply_penalties, candidates, log_softmax, softmax
 
@@ -31,7 +32,12 @@ class Sampler:
         self._generator = np.random.Generator(np.random.PCG64(self.seed))
 
     def sample(self, logits: np.ndarray, token_ids: Sequence[int]) -> SampledToken:
-        """Choose from logits [vocab_size] float32, given the tokens so far (prompt and completion)."""
+        """Choose from logits [vocab_size] float32, given the tokens so far (prompt and completion).
+
+        LlmctlError if the model computed something that is not a number.
+        """
+        if np.isnan(logits).any():
+            raise LlmctlError("the model computed logits that are not numbers: its weights are broken, or overflow in this dtype")
         shaped = apply_penalties(apply_bias(logits.copy(), self.params), self.params, token_ids)
         token_id = int(shaped.argmax()) if self.params.is_greedy else self._draw(shaped)
         if self.params.num_logprobs is None:
