@@ -16,6 +16,22 @@ from llmctl.errors import FormatError, ModelNotFoundError
 MAX_JSON_BYTES = 100_000_000  # the largest shard indexes in use are some 20 MB
 
 
+def exists(path: Path) -> bool:
+    """Whether there is something at `path`. ModelNotFoundError, with the reason, if that cannot be found out."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise not_readable(path, error) from error
+    return True
+
+
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder. Errors as `exists`."""
+    return exists(path) and path.is_dir()
+
+
 def regular_size(path: Path) -> int:
     """Bytes of a regular file. ModelNotFoundError if there is none, FormatError if it is a folder, a device, a pipe."""
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmctl.errors import FormatError, ModelNotFoundError
-from llmctl.runtime.checkpoint.files import not_readable, read_json_object
+from llmctl.runtime.checkpoint.files import exists, not_readable, read_json_object
 from llmctl.runtime.checkpoint.identify import identify
 from llmctl.runtime.checkpoint.text import quoted
 
@@ -45,11 +45,11 @@ def find_weights(path: Path) -> WeightFiles:
 
 def read_optional_json(path: Path) -> dict[str, Any]:
     """The JSON object in the file; {} if there is no such file. FormatError if it is there and broken."""
-    return read_json_object(path) if path.exists() else {}
+    return read_json_object(path) if exists(path) else {}
 
 
 def _in_folder(folder: Path) -> WeightFiles:
-    if (folder / INDEX_NAME).exists():
+    if exists(folder / INDEX_NAME):
         return _from_index(folder / INDEX_NAME)
     found = _listing(folder, ("*.safetensors",))
     if folder / _SINGLE_NAME in found:
@@ -88,7 +88,7 @@ def _names(paths: list[Path], limit: int = 5) -> str:
 
 def _set_of(path: Path) -> WeightFiles:
     index = path.with_name(INDEX_NAME)
-    if index.exists():
+    if exists(index):
         from_index = _from_index(index)
         if path in from_index.files:
             return from_index
@@ -109,7 +109,7 @@ def _from_index(path: Path) -> WeightFiles:
             )
     files = [path.with_name(name) for name in sorted(set(weight_map.values()))]
     for file in files:
-        if not file.exists():
+        if not exists(file):
             raise ModelNotFoundError(f"{file}: no such file, but {path.name} lists it ({len(files)} shards in all)")
     return WeightFiles(path.parent, files, weight_map)
 

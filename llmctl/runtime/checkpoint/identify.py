@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from llmctl.errors import FormatError, LlmctlError, UnsupportedError
-from llmctl.runtime.checkpoint.files import read_start
+from llmctl.runtime.checkpoint.files import is_folder, read_start
 
 Kind = Literal["gguf", "safetensors", "index", "folder"]
 
@@ -29,7 +29,7 @@ def identify(path: Path) -> Kind:
     Errors: ModelNotFoundError, FormatError or UnsupportedError saying what the file is instead. A file named
     .safetensors that is nothing known counts as one: its own reader says what is wrong with it.
     """
-    if path.is_dir():
+    if is_folder(path):
         return "folder"
     start = read_start(path, _START_BYTES)
     if not start:
