@@ -1,0 +1,103 @@
+"""Configs are read strictly: what is missing, senseless or unknown is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmctl.errors import FormatError, UnsupportedError
+from llmctl.runtime.models.registry import family_by_gguf_arch, family_by_model_type
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+GEMMA3: dict[str, Any] = {**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 8}
+
+
+def read(config: dict[str, Any], **changes: Any) -> Any:
+    values = {key: value for key, value in {**config, **changes}.items() if value is not ...}
+    return family_by_model_type(values["model_type"]).read_config(values)
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"])
+@pytest.mark.parametrize("value", [..., 0, -1, "12", 1.5, True, [3]])
+def test_a_missing_or_senseless_size_is_named(key: str, value: Any) -> None:
+    with pytest.raises(FormatError, match=key):
+        read(LLAMA, **{key: value})
+
+
+def test_old_llama_configs_without_kv_heads_and_head_dim() -> None:
+    config = read(LLAMA, num_key_value_heads=..., head_dim=..., hidden_size=96)
+    assert (config.num_kv_heads, config.head_dim) == (6, 16)
+
+
+def test_heads_that_cannot_be_shared_are_refused() -> None:
+    with pytest.raises(FormatError, match="6 query heads cannot share 4"):
+        read(LLAMA, num_key_value_heads=4)
+
+
+def test_an_unknown_activation_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="'relu2'"):
+        read(LLAMA, hidden_act="relu2")
+
+
+@pytest.mark.parametrize(("stored", "expected"), [(None, ()), (5, (5,)), ([5, 7], (5, 7))])
+def test_end_tokens_as_nothing_a_number_or_a_list(stored: Any, expected: tuple[int, ...]) -> None:
+    assert read(LLAMA, eos_token_id=stored).eos_token_ids == expected
+
+
+def test_gemma3_pattern_five_local_then_one_global() -> None:
+    windows = [layer.sliding_window for layer in read(GEMMA3).layers]
+    assert windows == [8, 8, 8, 8, 8, None, 8]
+
+
+def test_gemma3_layer_types_beat_the_pattern_and_are_checked() -> None:
+    types = ["full_attention", *["sliding_attention"] * 6]
+    assert read(GEMMA3, layer_types=types).layers[0].sliding_window is None
+    for wrong in (types[:-1], ["chunked_attention"] * 7):
+        with pytest.raises(UnsupportedError, match="layer_types"):
+            read(GEMMA3, layer_types=wrong)
+
+
+def test_gemma3_theta_by_layer_in_both_spellings() -> None:
+    old = read(GEMMA3, rope_theta=50_000.0, rope_local_base_freq=100.0, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    new = read(
+        GEMMA3,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    )
+    for config in (old, new):
+        local, everywhere = config.layers[0].rope, config.layers[5].rope
+        assert (local.kind, local.theta) == ("default", 100.0)
+        assert (everywhere.kind, everywhere.theta) == ("linear", 50_000.0)
+
+
+def test_gemma3_inside_a_multimodal_config() -> None:
+    config = read({"model_type": "gemma3", "text_config": GEMMA3, "vision_config": {"hidden_size": 9}})
+    assert (config.family, config.num_layers) == ("gemma3", 7)
+
+
+def test_bidirectional_gemma3_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="use_bidirectional_attention"):
+        read(GEMMA3, use_bidirectional_attention=True)
+
+
+def test_unknown_architectures_name_themselves_and_a_relative() -> None:
+    with pytest.raises(UnsupportedError, match=r"'gemma3n'.*'gemma3'"):
+        family_by_model_type("gemma3n")
+    with pytest.raises(UnsupportedError, match=r"'mamba'.*llama"):
+        family_by_gguf_arch("mamba")
+    with pytest.raises(UnsupportedError, match="missing"):
+        family_by_model_type(None)

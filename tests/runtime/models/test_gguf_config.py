@@ -1,0 +1,116 @@
+"""GGUF keys ↔ config: what is written is read back as the same model, and broken metadata is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmctl.errors import FormatError
+from llmctl.runtime.models.gguf_config import config_from_gguf, factor_tensors, metadata_from_config
+from llmctl.runtime.models.registry import family_by_model_type
+from llmctl.runtime.models.rope import rope_frequencies
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500.0,
+    "tie_word_embeddings": True,
+}
+GEMMA3 = {**CONFIG, "model_type": "gemma3_text", "sliding_window": 8, "query_pre_attn_scalar": 16}
+SHAPES = {"token_embd.weight": (100, 64)}
+
+
+def round_trip(values: dict[str, Any]) -> tuple[Any, Any]:
+    """The config as read from Hugging Face, and after a detour through GGUF metadata."""
+    family = family_by_model_type(values["model_type"])
+    config = family.read_config(values)
+    metadata = metadata_from_config(config, family)
+    return config, family.read_config(config_from_gguf(metadata, family, SHAPES, factor_tensors(config)))
+
+
+@pytest.mark.parametrize("values", [CONFIG, GEMMA3, {**GEMMA3, "final_logit_softcapping": 30.0}])
+def test_every_choice_survives_the_detour(values: dict[str, Any]) -> None:
+    before, after = round_trip(values)
+    for name in vars(before):
+        if name != "layers":
+            assert getattr(after, name) == getattr(before, name), name
+    assert [layer.sliding_window for layer in after.layers] == [layer.sliding_window for layer in before.layers]
+
+
+ROPES = [
+    {"rope_type": "linear", "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.3, "beta_fast": 16},
+    {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + i / 8 for i in range(8)],
+        "long_factor": [2.0 + i for i in range(8)],
+        "original_max_position_embeddings": 32,
+    },
+]
+
+
+@pytest.mark.parametrize("scaling", ROPES)
+@pytest.mark.parametrize("length", [16, 100])
+def test_rope_scaling_survives_the_detour(scaling: dict[str, Any], length: int) -> None:
+    before, after = round_trip({**CONFIG, "rope_scaling": scaling})
+    expected, expected_scaling = rope_frequencies(before.layers[0].rope, length)
+    found, found_scaling = rope_frequencies(after.layers[0].rope, length)
+    np.testing.assert_allclose(found, expected, rtol=3e-7)
+    assert found_scaling == pytest.approx(expected_scaling, rel=1e-6)
+
+
+def test_gemma3_scaling_touches_the_global_layers_only() -> None:
+    _, after = round_trip({**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 100.0})
+    assert [layer.rope.kind for layer in after.layers] == ["default"] * 5 + ["linear", "default"]
+    assert (after.layers[0].rope.theta, after.layers[5].rope.theta) == (100.0, 500.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"llama.block_count": None}, "llama.block_count"),
+        ({"llama.block_count": "seven"}, "llama.block_count"),
+        ({"llama.block_count": True}, "llama.block_count"),
+        ({"llama.attention.head_count": [6, 4]}, "llama.attention.head_count"),
+        ({"llama.attention.value_length": 32}, "value_length"),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": "big"}, "rope.scaling.factor"),
+    ],
+)
+def test_broken_metadata_is_named(change: dict[str, Any], named: str) -> None:
+    family = family_by_model_type("llama")
+    metadata = {**metadata_from_config(family.read_config(CONFIG), family), **change}
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    with pytest.raises(FormatError, match=named):
+        family.read_config(config_from_gguf(metadata, family, SHAPES, {}))
+
+
+def test_per_layer_values_that_are_alike_are_one_value() -> None:
+    family = family_by_model_type("llama")
+    metadata = {**metadata_from_config(family.read_config(CONFIG), family), "llama.attention.head_count_kv": np.array([2] * 7)}
+    assert family.read_config(config_from_gguf(metadata, family, SHAPES, {})).num_kv_heads == 2
+
+
+def test_heads_and_biases_are_told_by_the_tensors() -> None:
+    family = family_by_model_type("llama")
+    metadata = metadata_from_config(family.read_config(CONFIG), family)
+    shapes = {**SHAPES, "output.weight": (100, 64), "blk.0.attn_q.bias": (96,)}
+    config = family.read_config(config_from_gguf(metadata, family, shapes, {}))
+    assert (config.tie_word_embeddings, config.attention_bias, config.attention_out_bias) == (False, True, False)
