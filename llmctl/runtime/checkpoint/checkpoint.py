@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -45,9 +45,12 @@ class Checkpoint:
 
     Names are those stored in the file. Everything a file says about its tensors was checked when it was opened; reading
     one touches nothing but its own pages.
+
+    metadata: what the file says about itself (its types depend on the kind).
     """
 
     kind: ClassVar[Literal["gguf", "safetensors"]]
+    metadata: Mapping[str, Any]
 
     def __init__(self, path: Path, maps: Mapping[Path, np.ndarray], entries: Iterable[TensorEntry]) -> None:
         self.path = path

@@ -175,7 +175,7 @@ def _value_type(cursor: _Cursor, what: str) -> ValueType:
     try:
         return ValueType(number)
     except ValueError:
-        raise cursor.fail(f"{what} has the unknown value type {number}") from None
+        raise cursor.fail(f"unknown value type {number} for {what}") from None
 
 
 def _read_value(cursor: _Cursor, value_type: ValueType, what: str, depth: int) -> MetaValue:

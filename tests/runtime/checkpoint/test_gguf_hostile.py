@@ -110,9 +110,9 @@ def test_names_cannot_break_the_line_or_the_terminal(check, raw_gguf) -> None:
 
 
 def test_value_types(check, raw_gguf) -> None:
-    check(raw_gguf.build([raw_gguf.key("k", 13, bytes(8))]), "metadata key 'k' has the unknown value type 13")
+    check(raw_gguf.build([raw_gguf.key("k", 13, bytes(8))]), "unknown value type 13 for metadata key 'k'")
     array = raw_gguf.array(77, 1, bytes(8))
-    check(raw_gguf.build([raw_gguf.key("k", 9, array)]), "the items of metadata key 'k' has the unknown value type 77")
+    check(raw_gguf.build([raw_gguf.key("k", 9, array)]), "unknown value type 77 for the items of metadata key 'k'")
     check(raw_gguf.build([raw_gguf.key("k", 7, b"\x02")]), "metadata key 'k' is a bool with the value 2")
     array = raw_gguf.array(7, 2, b"\x01\xff")
     check(raw_gguf.build([raw_gguf.key("k", 9, array)]), "metadata key 'k' holds bools with the value 255")
