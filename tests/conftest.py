@@ -35,7 +35,9 @@ def llmctl_script() -> Path:
 def llmctl(llmctl_script: Path) -> RunLlmctl:
     """Runs llmctl with arguments, off a terminal: `llmctl("models", "list", env={...}, input="…", cwd=…)`."""
 
-    def run(*arguments: object, env: dict[str, str] | None = None, **options: object) -> subprocess.CompletedProcess[str]:
+    def run(
+        *arguments: object, env: dict[str, str] | None = None, **options: object
+    ) -> subprocess.CompletedProcess[str]:
         options = {"stdin": subprocess.DEVNULL, **options} if "input" not in options else options
         options = {"encoding": "utf-8", "timeout": 240, "check": False, **options}
         if "stdout" not in options and "stderr" not in options:

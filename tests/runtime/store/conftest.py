@@ -106,7 +106,9 @@ def publish(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         with zipfile.ZipFile(wheel, "w") as archive:
             for path, content in {**files, f"{stem}.dist-info/METADATA": metadata.encode()}.items():
                 archive.writestr(path, content)
-            archive.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(
+                f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
             archive.writestr(f"{stem}.dist-info/RECORD", "")
         server.page(f"/files/{wheel.name}", wheel.read_bytes())
         server.page(f"/simple/{package}/", f'<a href="/files/{wheel.name}">{wheel.name}</a>'.encode())
@@ -130,6 +132,8 @@ def repository(server: Server) -> Callable[..., None]:
             server.page(f"/{repo}/resolve/{commit}/{name}", content, **headers)
         info = {"id": repo, "sha": commit, "siblings": siblings, "cardData": {"license": license}, "tags": []}
         for suffix in ("", "/revision/main", f"/revision/{commit}"):
-            server.page(f"/api/models/{repo}{suffix}", json.dumps(info).encode(), **{"Content-Type": "application/json"})
+            server.page(
+                f"/api/models/{repo}{suffix}", json.dumps(info).encode(), **{"Content-Type": "application/json"}
+            )
 
     return repository

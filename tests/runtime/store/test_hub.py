@@ -34,12 +34,21 @@ Pull = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.fixture
 def pull(home: Path, server: object, tmp_path: Path, llmctl: Callable[..., object]) -> Pull:
     """llmctl models … against our hub; in a process of its own, since huggingface_hub reads its settings at import."""
-    settings = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    settings = {
+        "HF_ENDPOINT": server.url,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DISABLE_XET": "1",
+    }
     return lambda *arguments, **env: llmctl("models", *arguments, env={**settings, **env})
 
 
-def test_a_gguf_is_chosen_by_type_and_kept_in_the_hubs_cache(pull: Pull, repository: Repository, tmp_path: Path) -> None:
-    repository("owner/tiny-GGUF", {"tiny.Q8_0.gguf": GGUF + b"8", "tiny.Q4_K_M.gguf": GGUF, "README.md": b""}, "apache-2.0")
+def test_a_gguf_is_chosen_by_type_and_kept_in_the_hubs_cache(
+    pull: Pull, repository: Repository, tmp_path: Path
+) -> None:
+    repository(
+        "owner/tiny-GGUF", {"tiny.Q8_0.gguf": GGUF + b"8", "tiny.Q4_K_M.gguf": GGUF, "README.md": b""}, "apache-2.0"
+    )
     done = pull("pull", "hf:owner/tiny-GGUF:q4_k")
     assert (done.returncode, done.stderr) == (0, "Pulling hf:owner/tiny-GGUF: tiny.Q4_K_M.gguf (16.4 kB)\n")
     path = Path(done.stdout.rstrip("\n"))

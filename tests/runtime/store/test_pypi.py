@@ -132,7 +132,11 @@ def test_progress_counts_the_bytes_that_arrive(home: Path, publish: Publish) -> 
 
 def start_pull(script: Path, name: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [script, "models", "pull", name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [script, "models", "pull", name],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -180,9 +184,7 @@ def test_two_pulls_of_one_model_fetch_it_once(
     assert server.requests.count("GET /files/tiny_model-1.0-py3-none-any.whl") == 1
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(
-    home: Path, publish: Publish, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_named_and_leaves_nothing(home: Path, publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_space(members: list[tuple[Path, str]], target: Path) -> str:
         target.write_bytes(b"GGUF half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
