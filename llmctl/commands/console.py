@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import sys
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
@@ -171,8 +172,11 @@ def progress(description: str, total: float | None = None, *, unit: str = "B") -
     from tqdm.std import tqdm
 
     scale = {"unit_scale": True, "unit_divisor": 1000} if unit == "B" else {}
-    bar = tqdm(total=total, desc=description, unit=unit, file=sys.stderr, leave=False, dynamic_ncols=True, **scale)
-    with bar:
+    size = shutil.get_terminal_size()  # 80 × 24 on a terminal that states none, where tqdm would show nothing
+    shape = {"ncols": size.columns, "nrows": size.lines}
+    if total is not None:
+        shape["bar_format"] = "{desc} {percentage:3.0f}% {bar} {n_fmt}/{total_fmt} {rate_fmt}"
+    with tqdm(total=total, desc=description, unit=unit, file=sys.stderr, leave=False, **shape, **scale) as bar:
         yield _Bar(bar)
 
 

