@@ -39,7 +39,7 @@ ensure_environment() {
     if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then return; fi
     say "Installing $target (a few minutes the first time)"
     install_torch || return 1
-    "$python" -m pip install --quiet --disable-pip-version-check --editable "$target" || return 1
+    "$python" -m pip install -qq --disable-pip-version-check --editable "$target" || return 1
     printf '%s\n' "$wanted" >"$stamp"
 }
 
@@ -50,6 +50,6 @@ install_torch() {
     index=$("$python" "$root/scripts/torch_source.py" index "$requirement") || return 1
     if [ -z "$index" ]; then return; fi
     say "No NVIDIA device: taking a CPU build of torch from $index"
-    "$python" -m pip install --quiet --disable-pip-version-check --timeout 15 --retries 2 \
+    "$python" -m pip install -qq --disable-pip-version-check --timeout 15 --retries 2 \
         --extra-index-url "$index" "$requirement" || say "That failed; torch comes from pip's usual source instead."
 }
