@@ -28,19 +28,23 @@ make_venv() {
     "$interpreter" -m venv --clear "$venv"
 }
 
+# Prints what the installation depends on; fails where .venv has no working Python.
+fingerprint() {
+    "$python" -c 'import hashlib, sys; print(hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest())' \
+        "$root/pyproject.toml" 2>/dev/null
+}
+
 # ensure_environment [EXTRA]: the package and its dependencies (and those of EXTRA) are installed in .venv.
 ensure_environment() {
-    local extra=${1:-} stamp target=$root wanted
+    local extra=${1:-} target=$root stamp
+    stamp=$venv/.llmctl-installed-${extra:-core}
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ]; then return; fi
     make_venv || return 1
     if [ -n "$extra" ]; then target="$root[$extra]"; fi
-    stamp=$venv/.llmctl-installed-${extra:-core}
-    wanted=$("$python" -c 'import hashlib, sys; print(hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest())' \
-        "$root/pyproject.toml") || return 1
-    if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then return; fi
     say "Installing $target (a few minutes the first time)"
     install_torch || return 1
     "$python" -m pip install -qq --disable-pip-version-check --editable "$target" || return 1
-    printf '%s\n' "$wanted" >"$stamp"
+    fingerprint >"$stamp"
 }
 
 # Installs torch first where a CPU build is better and has to be asked for; anything else is left to pip.
