@@ -97,7 +97,7 @@ def broken_pipe() -> Iterator[int]:
 def test_a_closed_pipe_is_silent(llmctl: Run, arguments: list[str]) -> None:
     with broken_pipe() as writer:
         done = llmctl(*arguments, stdout=writer, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (cli.READER_LEFT, "")
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_lost_stderr_does_not_change_the_outcome(llmctl: Run) -> None:
@@ -215,6 +215,7 @@ def complete(llmctl: Run, line: str) -> list[str]:
 def test_the_shell_completes_commands_and_model_names(llmctl: Run, llmctl_script: Path) -> None:
     assert complete(llmctl, "llmctl mod") == ["models"]
     assert complete(llmctl, "llmctl models sh") == ["show"]
+    assert complete(llmctl, "llmctl run smo") == ["smollm2"]
     assert complete(llmctl, "llmctl models pull gem") == ["gemma3-270m"]
     assert "_llmctl_completion" in llmctl("--show-completion", "bash").stdout
     env = {"_LLMCTL_COMPLETE": "complete_bash", "COMP_WORDS": "llmctl models pull s", "COMP_CWORD": "3"}
