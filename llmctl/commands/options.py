@@ -15,6 +15,7 @@ from llmctl.commands import console
 Backend = Literal["reference"]
 Device = Literal["cpu", "cuda"]
 KvType = Literal["f32", "f16", "bf16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -61,6 +62,7 @@ CtxSizeOption = Annotated[
 ]
 DeviceOption = Annotated[Device, typer.Option("--device", help="Where the model runs.")]
 BackendOption = Annotated[Backend, typer.Option("--backend", help="Which implementation of the kernels computes.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number type of weights and activations.")]
 KvTypeOption = Annotated[KvType, typer.Option("--kv-type", help="Element type of the KV cache.")]
 SeedOption = Annotated[
     int | None,

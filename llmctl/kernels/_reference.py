@@ -37,6 +37,7 @@ class ReferenceOps:
         self._check_device()
         if threads is not None:
             torch.set_num_threads(threads)
+        self.threads = torch.get_num_threads()
 
     def _check_device(self) -> None:
         if self.device.startswith("cuda") and not torch.cuda.is_available():

@@ -18,11 +18,12 @@ Array = Any
 
 
 class Ops(Protocol):
-    """One backend on one device in one compute dtype."""
+    """One backend on one device in one compute dtype, with `threads` CPU threads."""
 
     name: str
     device: str
     dtype: str
+    threads: int
 
     def prepare_weight(self, weight: np.ndarray | QuantTensor) -> Array:
         """A matrix (out_features, in_features) in the layout this backend's linear and embedding read."""

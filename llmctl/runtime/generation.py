@@ -55,7 +55,11 @@ class GenerationStats:
 
 
 class StopFinder:
-    """Finds stop strings in a stream: what is shown never holds one, nor the start of one that may still complete."""
+    """Finds stop strings in a stream: what is shown never holds one, nor the start of one that may still complete.
+
+    The string that is complete first counts (the longest of several that end together), so the result is the same however the
+    text is cut into tokens.
+    """
 
     def __init__(self, stop: list[str]) -> None:
         self._stop = [s for s in stop if s]
@@ -64,10 +68,11 @@ class StopFinder:
     def push(self, text: str) -> tuple[str, str | None]:
         """(text that may be shown, the stop string found). After a find nothing more is shown."""
         self._held += text
-        found = min(((self._held.find(s), s) for s in self._stop if s in self._held), default=None)
+        places = ((self._held.find(s), s) for s in self._stop if s in self._held)
+        found = min(((start + len(s), start, s) for start, s in places), default=None)
         if found is not None:
-            shown, self._held = self._held[: found[0]], ""
-            return shown, found[1]
+            shown, self._held = self._held[: found[1]], ""
+            return shown, found[2]
         keep = self._ambiguous()
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown, None
@@ -91,7 +96,7 @@ class TextAssembler:
     """One sequence's tokens → text events: detokenizer and stop strings in one place, whoever drives the engine."""
 
     def __init__(self, tokenizer: Tokenizer, stop: list[str]) -> None:
-        self._detokenizer = tokenizer.stream()
+        self._detokenizer = tokenizer.stream(strip_space=False)  # the completion continues the prompt's text
         self._stop = StopFinder(stop)
 
     def push(self, output: TokenOutput) -> TextEvent:
@@ -108,15 +113,22 @@ class TextAssembler:
         reason = "stop" if found is not None else reason
         return TextEvent(text, token.token_id, reason, found, token.logprob, token.top_logprobs)
 
+    def end(self, reason: FinishReason) -> TextEvent:
+        """The last event of a sequence that ends without another token: what was still held back."""
+        text, found = self._stop.push(self._detokenizer.flush())
+        text += self._stop.flush() if found is None else ""
+        return TextEvent(text, None, reason if found is None else "stop", found)
+
 
 class TextStream:
-    """Iterator over the events of one generation. Closing it early (or leaving the loop) frees the sequence's pages."""
+    """Iterator over the events of one generation, which has the engine to itself meanwhile. Closing it early (or leaving the
+    loop) frees the sequence's pages."""
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams, stop: list[str]
     ) -> None:
         self.stats = GenerationStats(prompt_tokens=len(prompt_token_ids))
-        self._engine = engine
+        self._engine, self._cancelled = engine, False
         self.sequence: Sequence = engine.add(prompt_token_ids, params)
         self._events = self._run(TextAssembler(tokenizer, stop))
 
@@ -124,30 +136,37 @@ class TextStream:
         return self._events
 
     def _run(self, assembler: TextAssembler) -> Iterator[TextEvent]:
-        start = last = time.perf_counter()
+        """One engine step after another. Only the engine's time is counted, not what the reader does between two events."""
+        begin = time.perf_counter()
         try:
-            while self.sequence.finish_reason is None or self.stats.completion_tokens == 0:
+            while True:
                 for output in self._engine.step():
-                    if output.sequence is not self.sequence:
-                        continue
-                    now = time.perf_counter()
-                    self._count(output, start, last, now)
-                    last = now
+                    assert output.sequence is self.sequence, "a TextStream has its engine alone; to share one use TextAssembler"
+                    self._count(output, time.perf_counter() - begin)
                     event = assembler.push(output)
                     yield event
                     if event.finish_reason is not None:
                         return
+                    begin = time.perf_counter()
+                if self._cancelled or self.sequence.finish_reason is not None:
+                    yield assembler.end(self.sequence.finish_reason or "abort")
+                    return
         finally:
             self._engine.abort(self.sequence)
 
-    def _count(self, output: TokenOutput, start: float, last: float, now: float) -> None:
+    def _count(self, output: TokenOutput, seconds: float) -> None:
         if output.token is None:
             return
         self.stats.completion_tokens += 1
         if self.stats.completion_tokens == 1:
-            self.stats.prefill_s = now - start
+            self.stats.prefill_s = seconds
         else:
-            self.stats.decode_s += now - last
+            self.stats.decode_s += seconds
+
+    def cancel(self) -> None:
+        """Ask for the end, from a signal handler or another thread: the step under way is the last one, and one more event
+        with finish_reason "abort" brings the text that was still held back."""
+        self._cancelled = True
 
     def close(self) -> None:
         """Stop now."""
@@ -164,5 +183,3 @@ def generate_text(
 ) -> TextStream:
     """Generate from a prompt. Iterate the result for `TextEvent`s; `.stats` holds counts and times, `.sequence` the ids."""
     return TextStream(engine, tokenizer, prompt_token_ids, params, stop or [])
-
-

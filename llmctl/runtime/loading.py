@@ -15,6 +15,7 @@ from llmctl.kernels.ops import Ops
 from llmctl.runtime.cache.memory import bytes_per_token
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.checkpoint import Checkpoint
+from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
 from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.decoder import Decoder
 from llmctl.runtime.models.registry import family_by_model_type
@@ -46,6 +47,79 @@ class LoadedModel:
     num_tokens: int
 
 
+@dataclass
+class OpenedModel:
+    """A checkpoint that was recognised and checked, its weights still unread and no backend imported.
+
+    Whatever can be refused (a prompt too long, a missing template) is refused at this point, before the slow part. Fields as
+    in LoadedModel.
+    """
+
+    weights: ModelWeights
+    tokenizer: Tokenizer | None
+    backend: str
+    device: str
+    dtype: str
+    kv_type: str
+    context_length: int
+    max_cache_tokens: int
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shapes and choices."""
+        return self.weights.config
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The files."""
+        return self.weights.checkpoint
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids that prompts may hold and the sampler may draw."""
+        rows = self.config.vocab_size
+        return min(rows, self.tokenizer.vocab_size) if self.tokenizer else rows
+
+    def load(self, *, threads: int | None = None, progress: Callable[[int, int], None] | None = None) -> LoadedModel:
+        """Prepare the weights for the backend. progress: called with (done, total) layers."""
+        ops = make_ops(self.backend, self.device, self.dtype, threads)
+        return LoadedModel(
+            config=self.config,
+            decoder=Decoder(ops, self.weights, progress),
+            ops=ops,
+            checkpoint=self.checkpoint,
+            tokenizer=self.tokenizer,
+            kv_type=self.kv_type,
+            context_length=self.context_length,
+            max_cache_tokens=self.max_cache_tokens,
+            eos_token_ids=_end_tokens(self.weights, self.tokenizer),
+            num_tokens=self.num_tokens,
+        )
+
+
+def open_model(
+    path: Path,
+    *,
+    backend: str = "reference",
+    device: str = "cpu",
+    dtype: str = "float32",
+    kv_type: str = "f32",
+    ctx_size: int | None = None,
+) -> OpenedModel:
+    """Open a checkpoint (GGUF file, Hugging Face folder) for one backend.
+
+    ctx_size: tokens of context, None for what the model was trained with as far as memory allows. Raises FormatError,
+    UnsupportedError, UsageError and OutOfMemoryError.
+    """
+    if kv_type not in KV_TYPES:
+        raise UsageError(f"the {backend} backend keeps its KV cache in {', '.join(KV_TYPES)}, not in {kv_type!r}")
+    weights = ModelWeights(open_checkpoint(path))
+    tokenizer = _tokenizer(weights)
+    available = _available_bytes(weights, device, dtype)
+    context_length, max_cache_tokens = _context(weights.config, kv_type, ctx_size, available)
+    return OpenedModel(weights, tokenizer, backend, device, dtype, kv_type, context_length, max_cache_tokens)
+
+
 def load_model(
     path: Path,
     *,
@@ -57,30 +131,9 @@ def load_model(
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
-    """Load a checkpoint (GGUF file, Hugging Face folder) for one backend.
-
-    ctx_size: tokens of context, None for what the model was trained with as far as memory allows. progress: called with
-    (done, total) layers. Raises FormatError, UnsupportedError, UsageError and OutOfMemoryError.
-    """
-    if kv_type not in KV_TYPES:
-        raise UsageError(f"the {backend} backend keeps its KV cache in {', '.join(KV_TYPES)}, not in {kv_type!r}")
-    weights = ModelWeights(open_checkpoint(path))
-    tokenizer = _tokenizer(weights)
-    available = _available_bytes(weights, device, dtype)
-    context_length, max_cache_tokens = _context(weights.config, kv_type, ctx_size, available)
-    ops = make_ops(backend, device, dtype, threads)
-    return LoadedModel(
-        config=weights.config,
-        decoder=Decoder(ops, weights, progress),
-        ops=ops,
-        checkpoint=weights.checkpoint,
-        tokenizer=tokenizer,
-        kv_type=kv_type,
-        context_length=context_length,
-        max_cache_tokens=max_cache_tokens,
-        eos_token_ids=_end_tokens(weights, tokenizer),
-        num_tokens=min(weights.config.vocab_size, tokenizer.vocab_size if tokenizer else weights.config.vocab_size),
-    )
+    """`open_model` and `OpenedModel.load` in one."""
+    opened = open_model(path, backend=backend, device=device, dtype=dtype, kv_type=kv_type, ctx_size=ctx_size)
+    return opened.load(threads=threads, progress=progress)
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -107,9 +160,8 @@ def _bare_config(path: Path) -> ModelConfig:
 
 def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
     """Sampling values the checkpoint itself recommends, by SamplingParams' names; empty where it says nothing."""
-    metadata = getattr(checkpoint, "metadata", None)
-    if metadata is not None:
-        found = {name: metadata.get(f"general.sampling.{key}") for name, key in _GGUF_SAMPLING.items()}
+    if isinstance(checkpoint, GgufCheckpoint):
+        found = {name: checkpoint.metadata.get(f"general.sampling.{key}") for name, key in _GGUF_SAMPLING.items()}
     else:
         values = getattr(checkpoint, "generation_config", {})
         found = {name: values.get(name) for name in _HF_SAMPLING}
@@ -202,5 +254,3 @@ def _context(config: ModelConfig, kv_type: str, ctx_size: int | None, available:
             f"about {fitting} tokens fit in memory"
         )
     return ctx_size, fitting
-
-

@@ -57,6 +57,16 @@ def memory() -> Memory:
     return Memory(total, _kilobytes(info, "MemAvailable"), _cgroup_limit())
 
 
+def peak_memory() -> int | None:
+    """Most bytes this process has held in the main memory so far; None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else peak * 1024
+
+
 def nvidia_driver() -> str | None:
     """Version of the loaded NVIDIA kernel driver, None without one. Whether a device can be used only CUDA knows."""
     found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", _read("/proc/driver/nvidia/version"))

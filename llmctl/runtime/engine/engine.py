@@ -55,7 +55,7 @@ class Engine:
 
     def add(self, prompt_token_ids: list[int], params: SamplingParams) -> Sequence:
         """Queue a prompt. ContextLengthError if it leaves no room for one token, UsageError if it is empty or has bad ids."""
-        self._check_prompt(prompt_token_ids)
+        check_prompt(prompt_token_ids, self.model.config.vocab_size, self._capacity)
         sequence = Sequence(prompt_token_ids, params, Sampler(params))
         if params.max_tokens == 0:
             sequence.finish_reason = "length"
@@ -64,30 +64,21 @@ class Engine:
             self._scheduler.add(sequence)
         return sequence
 
-    def _check_prompt(self, token_ids: list[int]) -> None:
-        if not token_ids:
-            raise UsageError("the prompt is empty: there is no token to continue from")
-        bad = next((i for i in token_ids if not 0 <= i < self.model.config.vocab_size), None)
-        if bad is not None:
-            raise UsageError(f"token id {bad} is outside the vocabulary of {self.model.config.vocab_size}")
-        if len(token_ids) >= self._capacity:
-            raise ContextLengthError(
-                f"the prompt has {len(token_ids)} tokens, the context holds {self._capacity} (and needs room for an answer): "
-                "shorten the prompt or raise --ctx-size"
-            )
-
     def abort(self, sequence: Sequence) -> None:
         """Stop a sequence at once; its pages are free again."""
         if sequence.finish_reason is None:
             sequence.finish_reason = "abort"
             self._scheduler.remove(sequence)
 
-    def step(self) -> list[TokenOutput]:
-        """Run one batch. Returns the new tokens, at most one a sequence; a chunk inside a prompt gives none."""
+    def step(self, max_tokens: int | None = None) -> list[TokenOutput]:
+        """Run one batch. Returns the new tokens, at most one a sequence; a chunk inside a prompt gives none.
+
+        max_tokens: run no more tokens than that, to stop a prompt at a given place (a benchmark does).
+        """
         if self._finished_early:
             early, self._finished_early = self._finished_early, []
             return early
-        chunks = self._scheduler.schedule()
+        chunks = self._scheduler.schedule(max_tokens)
         if not chunks:
             return []
         logits = self._runner.run(chunks)
@@ -113,3 +104,21 @@ class Engine:
         generated = len(sequence.token_ids) - sequence.num_prompt_tokens
         at_limit = params.max_tokens is not None and generated >= params.max_tokens
         return "length" if at_limit or len(sequence.token_ids) >= self._capacity else None
+
+
+def check_prompt(token_ids: list[int], num_tokens: int, context_length: int) -> None:
+    """What `Engine.add` demands of a prompt, for those who want to know before the weights are loaded.
+
+    Errors: ContextLengthError if the context has no room for it and one token more, UsageError if it is empty or holds ids
+    that are none of the `num_tokens` there are.
+    """
+    if not token_ids:
+        raise UsageError("the prompt is empty: there is no token to continue from")
+    bad = next((i for i in token_ids if not 0 <= i < num_tokens), None)
+    if bad is not None:
+        raise UsageError(f"token id {bad} is outside the vocabulary of {num_tokens}")
+    if len(token_ids) >= context_length:
+        raise ContextLengthError(
+            f"the prompt has {len(token_ids)} tokens, the context holds {context_length} (and needs room for an answer): "
+            "shorten the prompt or raise --ctx-size"
+        )

@@ -44,11 +44,12 @@ class Scheduler:
         """Queue a new sequence."""
         self.waiting.append(sequence)
 
-    def schedule(self) -> list[ScheduledChunk]:
-        """The next step's chunks, with pages for them taken. Never empty while there is work."""
+    def schedule(self, max_tokens: int | None = None) -> list[ScheduledChunk]:
+        """The next step's chunks, with pages for them taken: at most prefill_chunk tokens, and at most max_tokens if given.
+        Never empty while there is work."""
         self._admit()
         chunks: list[ScheduledChunk] = []
-        budget = self.prefill_chunk
+        budget = self.prefill_chunk if max_tokens is None else min(max_tokens, self.prefill_chunk)
         # One-token sequences first; sorting is stable, so arrival order decides the rest.
         for sequence in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
             if sequence not in self.running or budget == 0:  # preempted by an earlier one, or no room
