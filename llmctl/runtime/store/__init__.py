@@ -21,6 +21,7 @@ from llmctl.runtime.store.entries import (
     list_models,
     lock,
     no_progress,
+    remove_abandoned,
     remove_model,
     scratch_folder,
     store_folder,
@@ -87,6 +88,7 @@ def pull_model(spec: str, *, progress: ProgressFactory | None = None, force: boo
         raise UsageError(f"{spec} is a file or folder: it needs no pull, use the path as it is")
     if source is None:
         raise _not_found(spec, "")
+    remove_abandoned()
     with lock(source.name, progress):
         stored = None if force else find_model(source.name)
         if stored is not None:

