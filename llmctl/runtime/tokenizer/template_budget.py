@@ -25,6 +25,7 @@ from llmctl.runtime.tokenizer.content_shield import ContentShield
 
 MAX_SECONDS = 10.0  # processor time of one render; real templates need milliseconds
 MAX_TEMPLATE = 1 << 17  # characters, bounds the time to compile; the longest in public use has about 20 thousand
+MAX_STATEMENT_NESTING = 40  # likewise; CPython itself takes no more than 20 loops inside each other
 MAX_INPUT = 1 << 28  # characters of messages, tools and other variables
 MAX_WORK = 1 << 28  # product of the operands of one operation
 BASE_ALLOWANCE = 1 << 26  # characters a template may make from a short conversation
@@ -71,7 +72,7 @@ def spend(characters: int = 0) -> None:
     if render.allowance < 0:
         raise Stopped("it makes far more text than the conversation calls for")
     render.calls += 1
-    if (characters > 4096 or render.calls % 32 == 0) and time.thread_time() > render.deadline:
+    if (characters > 4096 or render.calls % 16 == 0) and time.thread_time() > render.deadline:
         raise Stopped(f"it ran for more than {MAX_SECONDS:g} s")
 
 
@@ -129,9 +130,12 @@ def _weight(argument: object) -> int:
     return abs(argument)
 
 
-def admit_product(value: object, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """A filter or string method of unknown cost: the size of what it works on times the weight of its arguments."""
-    factor = 1 + sum(_weight(argument) for argument in (*arguments, *keywords.values()))
+def admit_product(value: object, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None) -> None:
+    """A filter or method: the size of what it works on times the weight of its arguments.
+
+    At least `ELEMENT`: each character may become an object of its own, or a step of Python code.
+    """
+    factor = ELEMENT + sum(_weight(argument) for argument in (*arguments, *(keywords or {}).values()))
     admit(max(1, size(value)) * factor)
 
 

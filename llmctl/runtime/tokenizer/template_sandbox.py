@@ -43,8 +43,7 @@ _GIVEN_FILTERS = frozenset(("default", "d", "first", "last", "length", "count"))
 _LINEAR_FILTERS = frozenset(
     (
         *("list", "items", "string", "upper", "lower", "capitalize", "title", "truncate", "wordcount", "safe", "escape"),
-        *("e", "dictsort", "sort", "reverse", "unique", "min", "max", "int", "float", "abs"),
-        *("select", "reject", "selectattr", "rejectattr"),
+        *("e", "reverse", "int", "float", "abs", "select", "reject"),
     )
 )
 _QUADRATIC_FILTERS = frozenset(("urlize", "striptags", "wordwrap", "pprint", "xmlattr"))
@@ -83,10 +82,12 @@ class _TemplateDict:
     """The global `dict`: callable, with `fromkeys`, and without the type's other attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        if args and isinstance(args[0], (list, tuple)):
+            args = (_metered(iter(args[0])), *args[1:])  # keys with equal hashes take quadratic time
         return dict(*args, **kwargs)
 
     def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
-        return dict.fromkeys(keys, value)
+        return dict.fromkeys(_metered(iter(keys)), value)
 
 
 class _GenerationBlock(Extension):
@@ -109,6 +110,18 @@ class _GenerationBlock(Extension):
 
 class _Meter(NodeTransformer):
     """Rewrites loops, `~` and literals so that each round and each new value is charged."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        """Jinja's compiler takes time that grows with the cube of the depth, so that is bounded here."""
+        self._depth += isinstance(node, nodes.Stmt)
+        if self._depth > budget.MAX_STATEMENT_NESTING:
+            raise Stopped(f"its statements are nested more than {budget.MAX_STATEMENT_NESTING} deep")
+        result = super().visit(node, *args, **kwargs)
+        self._depth -= isinstance(node, nodes.Stmt)
+        return result
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
@@ -175,7 +188,9 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             budget.admit_percent(str(args[skip]), [*args[skip + 1 :], *kwargs.values()])
         elif name in _QUADRATIC_FILTERS:
             budget.admit(size(args[skip]) ** 2)
-        if name not in _LINEAR_FILTERS and name not in _GIVEN_FILTERS:
+        if name in _LINEAR_FILTERS:
+            budget.admit_product(args[skip])
+        elif name not in _GIVEN_FILTERS:
             budget.admit_product(args[skip], args[skip + 1 :], kwargs)
         result = function(*args, **kwargs)
         spend(0 if name in _GIVEN_FILTERS else size(result))
@@ -268,8 +283,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(obj, "__self__", None)
-        if isinstance(owner, (str, bytes, int, float)) and obj.__name__ not in _LINEAR_METHODS:
-            budget.admit_product(owner, args, kwargs)
+        if isinstance(owner, (str, bytes, int, float)):
+            weighed = (args, kwargs) if obj.__name__ not in _LINEAR_METHODS else ()
+            budget.admit_product(owner, *weighed)
         render = running.get()
         render.depth += 1
         if render.depth > budget.MAX_NESTING:
