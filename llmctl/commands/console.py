@@ -83,9 +83,17 @@ def result(text: str = "", *, end: str = "\n") -> None:
 
 def print_json(document: Mapping[str, Any], *, indent: int | None = 2) -> None:
     """Write one JSON document with a version field to stdout. Numbers JSON cannot hold become null."""
+    _write_json({"version": JSON_VERSION, **document}, indent)
+
+
+def print_json_array(documents: Sequence[Mapping[str, Any]]) -> None:
+    """Write one JSON array whose objects each have a version field: for a format that others defined as an array."""
+    _write_json([{"version": JSON_VERSION, **document} for document in documents], 2)
+
+
+def _write_json(value: Any, indent: int | None) -> None:
     encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower().replace("-", "").replace("_", "")
-    versioned = {"version": JSON_VERSION, **document}
-    result(json.dumps(_plain(versioned), indent=indent, ensure_ascii=encoding != "utf8", allow_nan=False))
+    result(json.dumps(_plain(value), indent=indent, ensure_ascii=encoding != "utf8", allow_nan=False))
 
 
 def info(text: str) -> None:

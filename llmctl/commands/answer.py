@@ -1,0 +1,123 @@
+"""One answer of a model, shown while it is made: shared by the one-shot run and the chat."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from llmctl.commands import console
+from llmctl.commands.signals import on_interrupt
+
+if TYPE_CHECKING:
+    from llmctl.runtime.engine import Engine, FinishReason
+    from llmctl.runtime.generation import GenerationStats
+    from llmctl.runtime.loading import LoadedModel, OpenedModel
+    from llmctl.runtime.sampling.params import SamplingParams
+    from llmctl.runtime.tokenizer import Tokenizer
+
+
+@dataclass
+class Answer:
+    """An answer so far: what was shown, the ids behind it, why it ended ("abort": Ctrl-C), and the seed it was drawn with."""
+
+    stats: GenerationStats
+    seed: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = "abort"
+    stop_string: str | None = None
+
+
+def stream_answer(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    token_ids: list[int],
+    params: SamplingParams,
+    stop: list[str],
+    show: Callable[[str], None],
+) -> Answer:
+    """Generate, passing every piece of text to `show` as it comes. Ctrl-C ends the answer, not the program."""
+    from llmctl.runtime.generation import generate_text
+
+    stream = generate_text(engine, tokenizer, token_ids, params, stop)
+    answer = Answer(stream.stats, stream.sequence.sampler.seed)
+    console.detail(f"seed: {answer.seed}")
+    with contextlib.closing(stream), on_interrupt(stream.cancel):
+        for event in stream:
+            if event.token_id is not None:
+                answer.token_ids.append(event.token_id)
+            if event.text:
+                answer.text += event.text
+                show(event.text)
+            if event.finish_reason is not None:
+                answer.finish_reason, answer.stop_string = event.finish_reason, event.stop_string
+    return answer
+
+
+def show_text(text: str) -> None:
+    """Write a piece of the answer to stdout; on a terminal no control character of the model's reaches it."""
+    if console.is_terminal(sys.stdout):
+        text = "".join(c if c.isprintable() or c in "\n\t" or ord(c) > 0x9F else "\ufffd" for c in text)
+    console.result(text, end="")
+
+
+def load_weights(opened: OpenedModel, threads: int | None) -> tuple[LoadedModel, float]:
+    """Prepare the weights, with a bar if stderr is a terminal. Returns the model and the seconds it took."""
+    begin = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        bar = None
+        if console.is_terminal(sys.stderr):
+            bar = stack.enter_context(console.progress("Loading", opened.config.num_layers, unit=" layers"))
+        model = opened.load(threads=threads, progress=bar.update_to if bar else None)
+    return model, time.perf_counter() - begin
+
+
+def describe_model(name: str, model: LoadedModel) -> list[str]:
+    """What answers, for --verbose."""
+    ops = model.ops
+    return [
+        f"model: {name} ({model.config.family}, {model.checkpoint.total_elements / 1e6:.1f} M parameters)",
+        f"backend: {ops.name} on {ops.device}, {ops.threads} threads, {ops.dtype}, {model.kv_type} cache",
+        f"context: {model.context_length} tokens",
+    ]
+
+
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+ORDER = ("logit_bias", *_PENALTIES, "top_k", "top_p", "min_p", "temperature")
+"""The order in which runtime/sampling applies what shapes a token."""
+
+
+def describe_sampling(params: SamplingParams, from_file: dict[str, Any]) -> list[str]:
+    """The values used, in the order in which they are applied, for --verbose."""
+    used = [f"{name} {getattr(params, name)}" for name in ORDER[1:]]
+    bias = f"logit_bias on {len(params.logit_bias)} tokens -> " if params.logit_bias else ""
+    limit = "until the end token" if params.max_tokens is None else f"at most {params.max_tokens} tokens"
+    greedy = ", so greedy" if params.is_greedy else ""
+    recommended = ", ".join(f"{name} {value:g}" for name, value in from_file.items())
+    return [
+        f"sampling: {bias}{' -> '.join(used)}{greedy}; penalties over the last {params.repetition_window} tokens; {limit}",
+        *([f"of these from the model's file: {recommended}"] if recommended else []),
+    ]
+
+
+def describe_stats(stats: GenerationStats) -> list[str]:
+    """Counts and rates of one answer."""
+    prompt = f"prompt: {stats.prompt_tokens} tokens, {stats.cached_tokens} of them cached"
+    prefill, decode = stats.prefill_tokens_per_s, stats.decode_tokens_per_s
+    return [
+        prompt + (f", {prefill:.1f} tokens/s" if prefill else ""),
+        f"generated: {stats.completion_tokens} tokens" + (f", {decode:.1f} tokens/s" if decode else ""),
+        f"first token after: {stats.ttft_ms:.0f} ms",
+    ]
+
+
+def describe_limit(answer: Answer, params: SamplingParams, context_length: int) -> str:
+    """Why an answer with finish_reason "length" ended."""
+    if params.max_tokens is not None and answer.stats.completion_tokens >= params.max_tokens:
+        return f"The answer was cut at --max-tokens {params.max_tokens}."
+    used = f"{answer.stats.prompt_tokens} of the prompt, {answer.stats.completion_tokens} of the answer"
+    return f"The answer was cut: the context of {context_length} tokens is full ({used}); --ctx-size sets it."

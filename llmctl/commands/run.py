@@ -1,0 +1,246 @@
+"""llmctl run: ask a model once, or chat with it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmctl.commands import console
+from llmctl.commands import run_options as opt
+from llmctl.commands.options import (
+    BackendOption,
+    CtxSizeOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    KvTypeOption,
+    QuietOption,
+    SeedOption,
+    ThreadsOption,
+    VerboseOption,
+)
+from llmctl.errors import FormatError, ModelNotFoundError, UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from llmctl.runtime.loading import OpenedModel
+    from llmctl.runtime.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for, but for the prompt.
+
+    spec: the model, None for the default one. template: the source of --chat-template. raw: --no-chat. sampling: the values
+    given, by the names of SamplingParams. loading: keyword arguments of `open_model`.
+    """
+
+    spec: str | None
+    system: str | None
+    template: str | None
+    raw: bool
+    stop: list[str]
+    sampling: dict[str, Any]
+    loading: dict[str, Any]
+    threads: int | None
+    json: bool
+
+    @property
+    def name(self) -> str:
+        """The model as the user calls it."""
+        from llmctl.runtime.store import DEFAULT_MODEL
+
+        return self.spec or os.environ.get("LLMCTL_MODEL") or DEFAULT_MODEL
+
+
+@dataclass(frozen=True)
+class Session:
+    """A request whose model is open. params: the request's sampling over from_file (what the model's file recommends)."""
+
+    request: Request
+    opened: OpenedModel
+    params: SamplingParams
+    from_file: dict[str, Any]
+
+    @property
+    def template(self) -> str | None:
+        """The chat template in force; None where the prompt is raw text."""
+        if self.request.raw:
+            return None
+        return self.request.template or self.opened.tokenizer.chat_templates.get("default")
+
+
+def run(
+    model: opt.RunModelArgument = None,
+    words: opt.PromptArgument = None,
+    prompt: opt.PromptOption = None,
+    file: opt.FileOption = None,
+    system: opt.SystemOption = None,
+    no_chat: opt.NoChatOption = False,
+    chat_template: opt.ChatTemplateOption = None,
+    max_tokens: opt.MaxTokensOption = None,
+    stop: opt.StopOption = None,
+    temp: opt.TempOption = None,
+    top_k: opt.TopKOption = None,
+    top_p: opt.TopPOption = None,
+    min_p: opt.MinPOption = None,
+    repeat_penalty: opt.RepeatPenaltyOption = None,
+    presence_penalty: opt.PresencePenaltyOption = None,
+    frequency_penalty: opt.FrequencyPenaltyOption = None,
+    logit_bias: opt.LogitBiasOption = None,
+    seed: SeedOption = None,
+    ctx_size: CtxSizeOption = None,
+    threads: ThreadsOption = None,
+    kv_type: KvTypeOption = "f32",
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    backend: BackendOption = "reference",
+    json: JsonOption = False,
+    verbose: VerboseOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Ask a model once, or chat with it.
+
+    With a prompt (an argument, -p, -f, piped stdin) its answer goes to stdout. Without one, on a terminal, a chat begins.
+    Sampling: the command line beats what the model's file recommends, and that beats the defaults.
+    """
+    from llmctl.commands.prompt_input import split_arguments
+    from llmctl.commands.signals import exit_on_sigterm
+
+    exit_on_sigterm()
+    sampling = {
+        "temperature": temp,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repeat_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+        "max_tokens": None if max_tokens == -1 else max_tokens,
+        "logit_bias": _biases(logit_bias or []) or None,
+    }
+    spec, argument = split_arguments(model, words, prompt)
+    request = Request(
+        spec=spec,
+        system=system,
+        template=_template(chat_template),
+        raw=no_chat,
+        stop=stop or [],
+        sampling={name: value for name, value in sampling.items() if value is not None},
+        loading={"backend": backend, "device": device, "dtype": dtype, "kv_type": kv_type, "ctx_size": ctx_size},
+        threads=threads,
+        json=json,
+    )
+    _check(request)
+    _require_known_model(request, is_lone=model is not None and words is None and prompt is None)
+    _dispatch(request, _whole_prompt(file, argument))
+
+
+def _dispatch(request: Request, prompt: str | None) -> None:
+    if prompt is None and (request.json or request.raw or not console.is_interactive()):
+        raise UsageError(
+            "there is no prompt: give one as an argument, with -p or -f, or on stdin"
+            + (" (a chat needs stdin and stdout to be a terminal)" if not console.is_interactive() else "")
+        )
+    session = _open(request)
+    if prompt is None:
+        from llmctl.commands.chat import chat
+
+        chat(session)
+    else:
+        from llmctl.commands.one_shot import answer_once
+
+        answer_once(session, prompt)
+
+
+def _biases(options: list[str]) -> dict[int, float]:
+    """--logit-bias options as {id: bias}. Errors: UsageError."""
+    found: dict[int, float] = {}
+    for option in options:
+        token_id, _, bias = option.partition("=")
+        try:
+            key, value = int(token_id), float(bias)
+        except ValueError:
+            raise UsageError(f"--logit-bias {option}: expected ID=BIAS, as in 128=-inf") from None
+        if key in found:
+            raise UsageError(f"--logit-bias names token {key} twice")
+        found[key] = value
+    return found
+
+
+def _template(path: Path | None) -> str | None:
+    from llmctl.commands.prompt_input import read_text
+
+    if path is None:
+        return None
+    source = read_text(path, "--chat-template")
+    if not source.strip():
+        raise UsageError(f"--chat-template {path}: the file is empty")
+    return source
+
+
+def _check(request: Request) -> None:
+    """Refuse what can be refused before any model is looked for. Errors: UsageError."""
+    from llmctl.runtime.sampling.params import SamplingParams
+
+    SamplingParams(**request.sampling)
+    if "" in request.stop:
+        raise UsageError("--stop needs some text, found an empty one")
+    if request.raw and request.template:
+        raise UsageError("--no-chat uses no template: leave out --chat-template")
+    if request.raw and request.system is not None:
+        raise UsageError("--no-chat has no system message: leave out --system or write it into the prompt")
+
+
+def _require_known_model(request: Request, is_lone: bool) -> None:
+    """Refuse an unknown model at once, before stdin is read; one that is still to be pulled is known."""
+    from llmctl.runtime.store import parse_source, resolve_model
+
+    try:
+        resolve_model(request.spec, pull=False)
+    except ModelNotFoundError as error:
+        if parse_source(request.name) is None:
+            hint = f"; if it is the prompt: -p {request.spec}" if is_lone and "/" not in str(request.spec) else ""
+            raise ModelNotFoundError(f"{error}{hint}") from None
+
+
+def _whole_prompt(file: Path | None, argument: str | None) -> str | None:
+    from llmctl.commands.prompt_input import join_prompt, read_stdin, read_text
+
+    text = read_text(file, "--file") if file else None
+    return join_prompt(read_stdin(), text, argument)
+
+
+def _open(request: Request) -> Session:
+    """Find the model, pulling it if need be, and open it; no backend is imported yet."""
+    from llmctl.runtime.loading import open_model, sampling_defaults
+    from llmctl.runtime.store import resolve_model
+
+    path = resolve_model(request.spec, progress=console.progress)
+    if request.spec is None:
+        console.info(f"Using {request.name}: {path}")
+    opened = open_model(path, **request.loading)
+    if opened.tokenizer is None:
+        raise UnsupportedError(f"{path}: the model has no tokenizer, so it cannot be given text")
+    surplus = next((i for i in request.sampling.get("logit_bias", ()) if not 0 <= i < opened.num_tokens), None)
+    if surplus is not None:
+        raise UsageError(f"--logit-bias: the model has tokens 0 to {opened.num_tokens - 1}, found {surplus}")
+    from_file = {k: v for k, v in sampling_defaults(opened.checkpoint).items() if k not in request.sampling}
+    session = Session(request, opened, _merge(request, from_file, path), from_file)
+    if session.template is None and request.system is not None:
+        raise UsageError(
+            f"{path}: without a chat template --system has no place: put it into the prompt, or use --chat-template FILE"
+        )
+    return session
+
+
+def _merge(request: Request, from_file: dict[str, Any], path: Path) -> SamplingParams:
+    """The sampling in force. Errors: FormatError where the model's file recommends what cannot be."""
+    from llmctl.runtime.sampling.params import SamplingParams
+
+    try:
+        return SamplingParams(**{**from_file, **request.sampling})
+    except (UsageError, TypeError) as error:
+        raise FormatError(f"{path}: recommends for sampling what cannot be ({error}); set it on the command line") from None
