@@ -38,11 +38,11 @@ class ControlTokens:
         position = 0
         while found := self._first.search(text, position):
             start = position = found.start()
-            lengths = self._lengths[text[start]]
-            length = next((n for n in lengths if text[start : start + n] in self.texts), 0)
-            if length:
-                yield start, start + length
-            position += length or 1
+            candidates = (text[start : start + length] for length in self._lengths[text[start]])
+            token = next((candidate for candidate in candidates if candidate in self.texts), "")
+            if token:
+                yield start, start + len(token)
+            position += len(token) or 1
 
     def split(self, text: str) -> list[str]:
         """`text` cut at its control tokens: plain, token, plain, token, ..., plain; plain parts may be empty."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llmctl.errors import ChatTemplateError
-from llmctl.runtime.tokenizer.chat_template import render_chat
+from llmctl.runtime.tokenizer.chat_template import encode_chat, render_chat
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
 TEMPLATE_NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
@@ -178,6 +179,42 @@ def test_equals_transformers(judge: Any, name: str, conversation: str) -> None:
 def test_how_many_templates_render(judge: Any) -> None:
     outcomes = [(conversation, outcome(judge, name, conversation)) for name in TEMPLATE_NAMES for conversation in RENDERED]
     assert Counter(conversation for conversation, text in outcomes if text is not None) == RENDERED
+
+
+class Recorder:
+    """A tokenizer whose control tokens are words of the conversations below."""
+
+    chat_templates: dict[str, str] = {}  # noqa: RUF012
+    text: str | None = None
+    hidden = 0
+
+    def __init__(self, special: dict[str, str]) -> None:
+        self.named_special = special
+
+    def special_tokens(self) -> dict[str, int]:
+        words = ["<s>", "</s>", "Zürich", "<b>", "Hello", "sunny", "get_weather", "days", "wind", "Let me", "terse", "<think>"]
+        return {word: index for index, word in enumerate([*words, "</think>", "<weather>", 'wind"', "city", "C", "|>"])}
+
+    def encode(self, text: str, *, plain: Sequence[tuple[int, int]], **flags: bool) -> list[int]:
+        self.text, self.hidden = text, len(plain)
+        return []
+
+
+@pytest.mark.parametrize("name", TEMPLATE_NAMES)
+def test_placeholders_change_nothing(judge: Any, name: str) -> None:
+    """Even with such control tokens, what encode_chat encodes is the text that render_chat gives."""
+    template = read_template(name)
+    hidden = 0
+    for messages, given in CONVERSATIONS.values():
+        recorder = Recorder(judge.special)
+        try:
+            encode_chat(recorder, messages, template=template, clock=lambda: judge.now, **given)
+        except ChatTemplateError:
+            judge.refused(template, messages, **given)
+        else:
+            assert recorder.text == judge.render(template, messages, **given)
+        hidden += recorder.hidden
+    assert hidden > 10
 
 
 def test_a_real_template_refuses_the_system_role(judge: Any) -> None:
