@@ -1,0 +1,250 @@
+"""inspect-kv: the published sizes, windows, types that do not fit, and that nothing but the config is read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from llmctl.cli import main
+from llmctl.kernels.backend import KV_TYPES as TYPES_HERE
+from llmctl.runtime.cache.memory import KV_TYPES
+
+GPT3 = ("--shape", "96,96,128", "-c", "2048", "--kv-type", "f16")
+
+
+@pytest.fixture
+def report(capsys):
+    """The JSON document of an inspect-kv call."""
+
+    def run(*arguments: object) -> dict:
+        code = main(["inspect-kv", *map(str, arguments), "--json"])
+        output = capsys.readouterr()
+        assert (code, output.err) == (0, "")
+        document = json.loads(output.out)
+        assert document["version"] == 1
+        return document
+
+    return run
+
+
+def totals(document: dict, kv_type: str = "f16") -> list[dict]:
+    return [total for total in document["totals"] if total["kv_type"] == kv_type]
+
+
+@pytest.fixture
+def write_config(tmp_path):
+    """Writes a bare config.json of the llama family, with changes."""
+
+    def write(**changes: object):
+        config = {
+            "model_type": "llama",
+            "vocab_size": 100,
+            "hidden_size": 96,
+            "intermediate_size": 128,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 640,
+        }
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps({**config, **changes}), encoding="utf-8")
+        return file
+
+    return write
+
+
+# --- published figures ------------------------------------------------------------------------------------------------
+
+
+def test_gpt3_175b(report):
+    document = report(*GPT3, "--batch", "1,32")
+    one, many = totals(document)
+    assert one["largest_layer_bytes"] == 100_663_296  # 100.7 MB a layer
+    assert one["allocated_bytes"] == one["least_bytes"] == 9_663_676_416  # 9.66 GB a request
+    assert many["allocated_bytes"] == 309_237_645_312  # 309.2 GB for 32
+    assert document["types"] == [{"kv_type": "f16", "runs_here": True, "bytes_per_token": 4_718_592}]
+    assert document["layers"] == [
+        {"count": 96, "num_kv_heads": 96, "head_dim": 128, "sliding_window": None, "bytes_per_token": {"f16": 49_152}}
+    ]
+
+
+def test_gpt3_175b_in_words(llmctl):
+    done = llmctl("inspect-kv", *GPT3, "--batch", "32")
+    assert done.returncode == 0
+    row = done.stdout.splitlines()[-1].split()
+    assert row == ["f16", "2048", "32", "3.2", "GB", "309.2", "GB", "309.2", "GB"]
+
+
+def test_grouped_heads_take_a_quarter(report):
+    full, grouped = (totals(report("--shape", f"32,{heads},128", "-c", "4096"))[0] for heads in (32, 8))
+    assert grouped["allocated_bytes"] * 4 == full["allocated_bytes"]
+
+
+def test_block_types(report):
+    types = {t["kv_type"]: t["bytes_per_token"] for t in report("--shape", "1,1,64")["types"]}
+    assert types == {
+        "f32": 512,
+        "f16": 256,
+        "bf16": 256,
+        "fp8": 128,
+        "q8_0": 2 * 2 * 34,
+        "q5_1": 2 * 2 * 24,
+        "q5_0": 2 * 2 * 22,
+        "q4_1": 2 * 2 * 20,
+        "q4_0": 2 * 2 * 18,
+    }
+
+
+# --- types, contexts, windows -----------------------------------------------------------------------------------------
+
+
+def test_types_that_do_not_fit_the_head_are_shown_as_such(llmctl, report):
+    document = report("--shape", "2,1,80", "-c", "100")
+    missing = {t["kv_type"] for t in document["types"] if t["bytes_per_token"] is None}
+    assert missing == {"q8_0", "q5_1", "q5_0", "q4_1", "q4_0"}
+    total = totals(document, "q8_0")[0]
+    assert (total["largest_layer_bytes"], total["allocated_bytes"], total["least_bytes"]) == (None, None, None)
+    done = llmctl("inspect-kv", "--shape", "2,1,80", "--kv-type", "q8_0")
+    assert done.returncode == 0
+    assert done.stdout.count("does not fit") == 5
+
+
+def test_every_type_is_listed_and_those_that_run_here_are_marked(report):
+    types = report("--shape", "1,1,32")["types"]
+    assert [t["kv_type"] for t in types] == list(KV_TYPES)
+    assert [t["kv_type"] for t in types if t["runs_here"]] == list(TYPES_HERE)
+
+
+def test_the_product_of_types_contexts_and_batches(report):
+    document = report("--shape", "1,1,32", "--kv-type", "f16,Q8_0", "-c", "64-128*2", "-c", "300", "--batch", "1-3")
+    seen = [(t["kv_type"], t["context"], t["batch"]) for t in document["totals"]]
+    assert seen == [(t, c, b) for t in ("f16", "q8_0") for c in (64, 128, 300) for b in (1, 2, 3)]
+
+
+def test_allocation_is_in_pages_and_the_least_is_not(report):
+    (total,) = totals(report("--shape", "3,2,32", "-c", "100"))
+    per_token = 3 * 2 * 2 * 32 * 2
+    assert total["allocated_bytes"] == 112 * per_token
+    assert total["least_bytes"] == 100 * per_token
+    (three,) = totals(report("--shape", "3,2,32", "-c", "100", "--batch", "3"))
+    assert three["allocated_bytes"] == 304 * per_token  # one pool of pages for all
+
+
+def test_windows_count_only_what_can_still_be_seen(report):
+    document = report("--shape", "5,1,256,512", "--shape", "1,1,256", "-c", "256,4096")
+    per_layer = 2 * 256 * 2
+    short, long = totals(document)
+    assert short["least_bytes"] == short["allocated_bytes"] == 6 * 256 * per_layer
+    assert long["allocated_bytes"] == 6 * 4096 * per_layer
+    assert long["least_bytes"] == (5 * 512 + 4096) * per_layer
+    assert [(g["count"], g["sliding_window"]) for g in document["layers"]] == [(5, 512), (1, None)]
+
+
+# --- where the layers come from ---------------------------------------------------------------------------------------
+
+
+def test_a_bare_config(report, write_config):
+    document = report(write_config())
+    assert (document["num_layers"], document["max_context"]) == (5, 640)
+    assert totals(document)[0]["context"] == 640
+    assert totals(document)[0]["allocated_bytes"] == 640 * 5 * 2 * 2 * 32 * 2
+
+
+def test_a_folder_without_weights(report, write_config):
+    file = write_config()
+    assert report(file.parent)["layers"] == report(file)["layers"]
+
+
+def test_a_gguf_file(report, gemma3_gguf):
+    document = report(gemma3_gguf, "-c", "32768", "--kv-type", "f16")
+    assert [(g["count"], g["num_kv_heads"], g["head_dim"], g["sliding_window"]) for g in document["layers"]] == [
+        (15, 1, 256, 512),
+        (3, 1, 256, None),
+    ]
+    (total,) = totals(document)
+    assert total["allocated_bytes"] == 18 * 32768 * 1024
+    assert total["least_bytes"] == (15 * 512 + 3 * 32768) * 1024
+
+
+def test_the_figure_is_what_the_engine_allocates(stub_engine_bytes, report):
+    layers, kv_bytes = stub_engine_bytes(context=100)
+    document = report("--shape", f"{layers},2,32", "-c", "100", "--kv-type", "f32")
+    assert totals(document, "f32")[0]["allocated_bytes"] == kv_bytes
+
+
+@pytest.fixture
+def stub_engine_bytes():
+    """Bytes of the arrays that a real Engine asks its backend for."""
+    from types import SimpleNamespace
+
+    from llmctl.runtime.cache.memory import LayerShape
+    from llmctl.runtime.engine import Engine
+
+    def measure(context: int) -> tuple[int, int]:
+        sizes = []
+
+        def empty(shape: tuple[int, ...], dtype: str) -> None:
+            assert dtype == "f32"
+            sizes.append(4 * shape[0] * shape[1] * shape[2] * shape[3])
+
+        config = SimpleNamespace(kv_layers=lambda: (LayerShape(2, 32),) * 3)
+        ops = SimpleNamespace(empty=empty)
+        Engine(SimpleNamespace(context_length=context, max_cache_tokens=1 << 20, ops=ops, config=config, kv_type="f32"))
+        return 3, sum(sizes)
+
+    return measure
+
+
+def test_no_model_means_the_default_one(llmctl, write_config):
+    done = llmctl("inspect-kv", env={"LLMCTL_MODEL": str(write_config())})
+    assert done.returncode == 0
+    assert "config.json" in done.stderr
+    assert done.stdout.splitlines()[0].endswith("config.json: 5 layers, trained with 640 tokens")
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--shape", "1,2"], 2, "expected LAYERS,KV_HEADS,HEAD_DIM"),
+        (["--shape", "1,2,x"], 2, "expected LAYERS,KV_HEADS,HEAD_DIM"),
+        (["--shape", "1,0,64"], 2, "kv heads must be 1 to"),
+        (["--shape", "1000000000,1,64"], 2, "layers must be 1 to"),
+        (["--shape", "1,1,64,0"], 2, "window must be 1 to"),
+        (["--shape", "1,1,64", "--kv-type", "q9"], 2, "expected one of f32"),
+        (["--shape", "1,1,64", "-c", "0"], 2, "--ctx-size must be at least 1, found 0"),
+        (["--shape", "1,1,64", "-c", "many"], 2, "expected a whole number"),
+        (["--shape", "1,1,64", "--batch", "4-2"], 2, "never ends or is empty"),
+        (["model.gguf", "--shape", "1,1,64"], 2, "either MODEL or --shape"),
+        (["missing.gguf"], 1, "missing.gguf: no such file"),
+    ],
+)
+def test_refusals(capsys, arguments, code, words):
+    assert main(["inspect-kv", *arguments]) == code
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert words in output.err
+    assert len(output.err.splitlines()) == 1
+
+
+def test_an_unknown_architecture_is_named_with_the_way_out(llmctl, write_config):
+    done = llmctl("inspect-kv", write_config(model_type="qwen9"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "qwen9" in done.stderr
+    assert "--shape LAYERS,KV_HEADS,HEAD_DIM" in done.stderr
+
+
+def test_torch_is_not_imported(smollm2_gguf):
+    code = (
+        "import sys; from llmctl.cli import main; code = main(['inspect-kv', sys.argv[1], '--json']); "
+        "assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(smollm2_gguf)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_layers"] == 30
