@@ -1,0 +1,179 @@
+"""What `convert` and `quantize` share: plan, check, write, and tell."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmctl.commands import console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llmctl.quant.convert import Plan, Written
+    from llmctl.quant.recipe import Recipe
+
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", metavar="OUT", help="File to write, or an existing folder.", show_default="NAME-SIZE-TYPE.gguf here"
+    ),
+]
+PreOption = Annotated[
+    str | None,
+    typer.Option(
+        "--pre", metavar="RULE", help="Splitting rule of a byte-level tokenizer: llama-bpe, qwen2, …", show_default="recognised"
+    ),
+]
+DropSurplusOption = Annotated[
+    bool, typer.Option("--drop-surplus", help="Leave out tokens of a folder that have no row in the embedding.")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One conversion as asked for.
+
+    recipe: None keeps the types. measure: work out and show rounding errors. facts: what the JSON report says first.
+    """
+
+    source: Path
+    recipe: Recipe | None
+    facts: dict[str, Any]
+    output: Path | None = None
+    report: Path | None = None
+    pure: bool = False
+    measure: bool = False
+    pre: str | None = None
+    drop_surplus: bool = False
+    dry_run: bool = False
+    force: bool = False
+    json: bool = False
+
+
+def carry_out(request: Request) -> None:
+    """Plan and, unless it is a dry run, write; the result goes to stdout, all else to stderr."""
+    from llmctl.quant.convert import make_plan, output_path, plan_warnings, write
+    from llmctl.quant.source import open_source
+
+    started = time.perf_counter()
+    console.detail(f"Reading {request.source}")
+    source = open_source(request.source, pre=request.pre, drop_surplus=request.drop_surplus)
+    plan = make_plan(source, request.recipe, pure=request.pure)
+    output = output_path(plan, request.output, force=request.force or request.dry_run)
+    _check_report(request, plan, output)
+    warnings = list(plan_warnings(plan))
+    _tell(warnings, plan)
+    if request.dry_run:
+        _show_plan(request, plan, output, warnings)
+        return
+    with console.progress(f"Writing {output}", sum(tensor.nbytes for tensor in plan.tensors)) as bar:
+        written = write(plan, output, measure=request.measure, strict=request.measure, progress=bar.update_to)
+    _tell(written.warnings)
+    _show_result(request, plan, written, [*warnings, *written.warnings], time.perf_counter() - started)
+
+
+def _check_report(request: Request, plan: Plan, output: Path) -> None:
+    """The report must not take the place of anything either."""
+    from llmctl.errors import UsageError
+    from llmctl.quant.convert import check_output
+
+    if request.report is None:
+        return
+    if request.report.absolute() == output.absolute():
+        raise UsageError(f"--report and the output are the same file: {output}")
+    check_output(request.report, plan.source, force=request.force or request.dry_run)
+
+
+def _tell(warnings: Sequence[str], plan: Plan | None = None) -> None:
+    for warning in warnings:
+        console.warn(warning)
+    if plan is not None and plan.source.left_out:
+        names = plan.source.left_out
+        more = f" and {len(names) - 3} more" if names[3:] else ""
+        console.info(f"Not part of the text model, left out: {', '.join(names[:3])}{more}")
+
+
+def _show_plan(request: Request, plan: Plan, output: Path, warnings: Sequence[str]) -> None:
+    from llmctl.quant.report import bits_per_weight, document
+
+    report = document(plan, None, warnings, **request.facts, dry_run=True)
+    report["output"] = str(output)
+    _save_report(request, report)
+    if request.json:
+        console.print_json(report)
+        return
+    for line in _table(plan, None):
+        console.result(line)
+    total = report["totals"]
+    console.result(
+        f"would write {output}: {total['tensors']} tensors, {console.format_bytes(total['bytes'])} of weights, "
+        f"{bits_per_weight(plan.tensors):.2f} bits per weight"
+    )
+
+
+def _show_result(request: Request, plan: Plan, written: Written, warnings: Sequence[str], seconds: float) -> None:
+    from llmctl.quant.report import document
+
+    report = document(plan, written, warnings, **request.facts, dry_run=False, seconds=round(seconds, 3))
+    _save_report(request, report)
+    show = console.info if request.measure else console.detail
+    for line in _table(plan, written):
+        show(line)
+    console.info(_summary(report))
+    if request.json:
+        console.print_json(report)
+    else:
+        console.result(str(written.output))
+
+
+def _summary(report: dict[str, Any]) -> str:
+    total = report["totals"]
+    sizes = f"{console.format_bytes(total['bytes_before'])} → {console.format_bytes(total['bytes'])} of weights"
+    error = total["relative_rms_error"]
+    rounding = f", relative RMS error {error:.4%}" if error is not None else ""
+    file = f"file {console.format_bytes(total['file_bytes'])}, {report['seconds']:.1f} s"
+    return f"{total['tensors']} tensors, {sizes}, {total['bits_per_weight']:.2f} bits per weight{rounding}; {file}"
+
+
+def _table(plan: Plan, written: Written | None) -> list[str]:
+    """One line for each kind of tensor and type; with errors once there are any."""
+    from llmctl.quant.report import by_kind, measured
+
+    lines = by_kind(measured(plan, written))
+    headers, right = ["TENSORS OF KIND", "TYPE", "COUNT", "SIZE"], [2, 3]
+    rows = [[line.kind, line.type, line.count, console.format_bytes(line.nbytes)] for line in lines]
+    if any(line.error is not None for line in lines):
+        headers += ["RMS ERROR", "WORST", "IN"]
+        right += [4, 5]
+        for row, line in zip(rows, lines, strict=True):
+            row += [_percent(line.error), _percent(line.worst), line.worst_name if line.worst else ""]
+    return console.format_table(headers, rows, right=right)
+
+
+def _percent(error: float | None) -> str:
+    return "" if error is None else f"{error:.3%}" if error else "0"
+
+
+def _save_report(request: Request, report: dict[str, Any]) -> None:
+    """The JSON document, whole or not at all."""
+    if request.report is None:
+        return
+    import json
+
+    from llmctl.runtime.checkpoint.output_file import OutputFile
+
+    file = OutputFile(request.report)
+    try:
+        text = json.dumps({"version": console.JSON_VERSION, **report}, indent=2, ensure_ascii=False)
+        file.write(text.encode("utf-8", "replace") + b"\n")
+        file.commit()
+    except BaseException:
+        file.abort()
+        raise

@@ -1,0 +1,250 @@
+"""Writing a model as GGUF: the types of all tensors first, then one tensor after the other.
+
+The plan costs nothing and says everything: what --dry-run shows is what a run writes. Memory needed beyond the mapped
+source is one tensor in its new type.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llmctl.errors import FormatError, OutputError
+from llmctl.kernels.formats.codecs import can_quantize
+from llmctl.kernels.formats.plain import CAST_LIMITS
+from llmctl.kernels.formats.spec import FORMATS, Format
+from llmctl.quant.naming import file_name
+from llmctl.quant.recipe import RECIPES, Choice, Recipe, choose, head_name, is_matrix
+from llmctl.quant.rtn import Rounded, first_nonfinite, round_to_nearest
+from llmctl.quant.source import ModelSource, SourceTensor
+from llmctl.runtime.checkpoint.gguf_writer import GgufWriter, Typed, ValueType, refuse_same_file
+from llmctl.runtime.checkpoint.text import quoted
+
+Progress = Callable[[int, int], None]
+
+# Names of the file types only other programs make, for the names of files copied from theirs.
+_FILE_TYPE_NAMES = {recipe.file_type: recipe.name for recipe in RECIPES.values()} | {
+    10: "Q2_K",
+    11: "Q3_K_S",
+    12: "Q3_K_M",
+    13: "Q3_K_L",
+    14: "Q4_K_S",
+    15: "Q4_K_M",
+    16: "Q5_K_S",
+    17: "Q5_K_M",
+    18: "Q6_K",
+}
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor to be written. replaced: the type the recipe has for it, if its rows do not fit that."""
+
+    source: SourceTensor
+    format: Format
+    nbytes: int
+    replaced: Format | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """Logical elements."""
+        total = 1
+        for size in self.source.shape:
+            total *= size
+        return total
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes in the source."""
+        return _nbytes(self.source.format, self.source.shape)
+
+    @property
+    def requantized(self) -> bool:
+        """Whether it was rounded before and is rounded again."""
+        return not self.source.format.is_plain and not self.format.is_plain and self.source.format != self.format
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that will be written. type_name: for file names; file_type: GGUF's number for it."""
+
+    source: ModelSource
+    tensors: list[PlannedTensor]
+    type_name: str
+    file_type: int
+
+    @property
+    def substitutions(self) -> list[PlannedTensor]:
+        """The tensors that could not have the recipe's type."""
+        return [tensor for tensor in self.tensors if tensor.replaced is not None]
+
+    @property
+    def requantized(self) -> list[PlannedTensor]:
+        """The tensors rounded a second time."""
+        return [tensor for tensor in self.tensors if tensor.requantized]
+
+
+@dataclass
+class Written:
+    """What became of a plan: the file, and per tensor its rounding error (None where none was measured)."""
+
+    output: Path
+    file_bytes: int
+    rounded: list[tuple[PlannedTensor, Rounded]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def make_plan(source: ModelSource, recipe: Recipe | None, *, pure: bool = False) -> Plan:
+    """Choose the type of every tensor. recipe: None keeps what the source has. pure: see `choose`."""
+    head = head_name(source.names)
+    tensors = []
+    for tensor in source.tensors:
+        choice = _kept(source, tensor) if recipe is None else _chosen(tensor, recipe, head, pure)
+        tensors.append(PlannedTensor(tensor, choice.format, _nbytes(choice.format, tensor.shape), choice.replaced))
+    if recipe is not None:
+        return Plan(source, tensors, recipe.name, recipe.file_type)
+    return Plan(source, tensors, *_kept_type(source, tensors))
+
+
+def _chosen(tensor: SourceTensor, recipe: Recipe, head: str, pure: bool) -> Choice:
+    if tensor.format.is_plain and tensor.format.name.startswith("I"):  # tables of numbers that are no weights
+        return Choice(tensor.format)
+    return choose(tensor.name, tensor.shape, recipe, head=head, pure=pure)
+
+
+def _kept(source: ModelSource, tensor: SourceTensor) -> Choice:
+    """The source's own type; from a folder, norms and biases in float32, which readers of GGUF need."""
+    if source.kind == "gguf":
+        return Choice(tensor.format)
+    if not is_matrix(tensor.name, tensor.shape):
+        return Choice(FORMATS["F32"])
+    if tensor.format.name in CAST_LIMITS:
+        return Choice(tensor.format)
+    return Choice(FORMATS["F32"], replaced=tensor.format)
+
+
+def _kept_type(source: ModelSource, tensors: list[PlannedTensor]) -> tuple[str, int]:
+    """Name and number of a file that keeps its types: what its source says, else what most weights are."""
+    stated = source.metadata.get("general.file_type")
+    stated = stated.value if isinstance(stated, Typed) else stated
+    counts: Counter[str] = Counter()
+    for tensor in tensors:
+        counts[tensor.format.name] += tensor.num_elements
+    most = counts.most_common(1)[0][0] if counts else "F32"
+    if source.kind == "gguf" and isinstance(stated, int):
+        return _FILE_TYPE_NAMES.get(stated, most), stated
+    return most, RECIPES[most].file_type if most in RECIPES else 0
+
+
+def _nbytes(form: Format, shape: tuple[int, ...]) -> int:
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows * form.row_bytes(shape[-1] if shape else 1)
+
+
+def output_path(plan: Plan, asked: Path | None, *, force: bool = False) -> Path:
+    """Where the file goes: as asked, a conventional name in the folder asked for, or that name in the current folder.
+
+    OutputError if it is one of the source's own files, or exists and `force` is not given.
+    """
+    output = asked if asked is not None else Path()
+    if asked is None or output.is_dir():
+        output = output / file_name(_plain(plan.source), plan.source.path, plan.type_name)
+    check_output(output, plan.source, force=force)
+    return output
+
+
+def _plain(source: ModelSource) -> dict[str, object]:
+    return {key: value.value if isinstance(value, Typed) else value for key, value in source.metadata.items()}
+
+
+def check_output(output: Path, source: ModelSource, *, force: bool) -> None:
+    """OutputError if the file is one of the source's own, or exists and may not be replaced."""
+    refuse_same_file(source.files, output)
+    if not force and (output.exists() or output.is_symlink()):
+        raise OutputError(f"{output}: exists already; --force replaces it, -o names another file")
+
+
+def write(
+    plan: Plan, output: Path, *, measure: bool = False, strict: bool = False, progress: Progress | None = None
+) -> Written:
+    """Write the file: whole at its name, or not at all.
+
+    measure: work out the error of every tensor. strict: NaN and infinity are errors also in tensors that keep their type,
+    which otherwise are copied bit for bit, with a warning. progress: called with (bytes done, bytes in all).
+    Raises FormatError naming the tensor whose values do not fit its type, OutputError for the disk.
+    """
+    total, done = sum(tensor.nbytes for tensor in plan.tensors), 0
+    written = Written(output, 0)
+    with GgufWriter(output, _metadata(plan)) as writer:
+        for tensor in plan.tensors:
+            writer.declare(tensor.source.name, tensor.format, tensor.source.shape)
+        for tensor in plan.tensors:
+            rounded = _round(plan, tensor, measure, strict, written.warnings)
+            writer.write(tensor.source.name, rounded.tensor)
+            written.rounded.append((tensor, Rounded(None, rounded.squared_error, rounded.squared_weight)))
+            done += tensor.nbytes
+            if progress is not None:
+                progress(done, total)
+    written.file_bytes = output.stat().st_size
+    return written
+
+
+def _metadata(plan: Plan) -> dict[str, object]:
+    file_type = {"general.file_type": Typed(plan.file_type, ValueType.U32)}
+    return {**plan.source.metadata, **file_type, "general.quantization_version": Typed(2, ValueType.U32)}
+
+
+def _round(plan: Plan, tensor: PlannedTensor, measure: bool, strict: bool, warnings: list[str]) -> Rounded:
+    source = tensor.source
+    try:
+        weight = source.read()
+        if source.format == tensor.format or not can_quantize(tensor.format):
+            _check_finite(weight, source, strict, warnings)
+        return round_to_nearest(weight, tensor.format, measure=measure)
+    except FormatError as error:
+        raise FormatError(f"{plan.source.path}: tensor {_both_names(source)}: {error}") from error
+
+
+def _check_finite(weight: object, source: SourceTensor, strict: bool, warnings: list[str]) -> None:
+    found = first_nonfinite(weight)
+    if found is None:
+        return
+    place = f"row {found[0]}, column {found[1]}"
+    if strict:
+        raise FormatError(f"NaN or infinity in {place}: weights must be finite, so the source is damaged")
+    warnings.append(f"tensor {_both_names(source)} holds NaN or infinity ({place}), copied as it is")
+
+
+def _both_names(source: SourceTensor) -> str:
+    return quoted(source.origin) if source.origin == source.name else f"{quoted(source.origin)} ({source.name})"
+
+
+def tensor_names(tensors: list[PlannedTensor], limit: int = 3) -> str:
+    """The first few names, and how many more there are."""
+    names = [tensor.source.name for tensor in tensors]
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if names[limit:] else "")
+
+
+def plan_warnings(plan: Plan) -> Iterator[str]:
+    """What the user must know about the result before it is made."""
+    yield from plan.source.warnings
+    kinds = sorted({(tensor.replaced.name, tensor.format.name) for tensor in plan.substitutions if tensor.replaced})
+    for wanted, used in kinds:
+        found = [t for t in plan.substitutions if t.replaced and (t.replaced.name, t.format.name) == (wanted, used)]
+        size = FORMATS[wanted].elements_per_block
+        why = f"needs rows that are a multiple of {size}" if size > 1 else "readers do not take for weights"
+        yield f"{_tensors(len(found))} in {used} instead of {wanted}, which {why}: {tensor_names(found)}"
+    if plan.requantized:
+        types = ", ".join(sorted({tensor.source.format.name for tensor in plan.requantized}))
+        yield (
+            f"{_tensors(len(plan.requantized))} quantized already ({types}) and rounded a second time: the original weights "
+            "give a better result"
+        )
+
+
+def _tensors(count: int) -> str:
+    return "1 tensor is" if count == 1 else f"{count} tensors are"

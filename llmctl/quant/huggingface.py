@@ -1,0 +1,185 @@
+"""A Hugging Face folder as GGUF lays it out: names, row order, norms, rope factors, metadata and tokenizer.
+
+What is written is what the forward pass reads: the decoder is built once over the headers alone, so a tensor that is
+missing, misshapen or unexpected is found before anything is written. The metadata is read back the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmctl.errors import FormatError, LlmctlError, UnsupportedError
+from llmctl.kernels.formats.codecs import dequantize
+from llmctl.kernels.formats.plain import CAST_LIMITS
+from llmctl.kernels.formats.spec import FORMATS
+from llmctl.quant.expressible import check_expressible
+from llmctl.quant.naming import describe_folder
+from llmctl.quant.rtn import Tensor, stored_format
+from llmctl.quant.source import ModelSource, SourceTensor, gguf_order
+from llmctl.quant.tokenizer import tokenizer_keys
+from llmctl.runtime.checkpoint.names import interleave_rows
+from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
+from llmctl.runtime.checkpoint.text import quoted
+from llmctl.runtime.loading import sampling_defaults
+from llmctl.runtime.models.config import ModelConfig
+from llmctl.runtime.models.decoder import Decoder
+from llmctl.runtime.models.gguf_config import factor_tensors, metadata_from_config
+from llmctl.runtime.models.weights import ModelWeights
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_WEIGHT_FORMATS = (*CAST_LIMITS, "F64")
+_QUANTIZATION_VERSION = 2  # of llama.cpp's block formats
+# Names of runtime.loading.sampling_defaults → GGUF keys below general.sampling.
+_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+
+
+def read_folder(checkpoint: SafetensorsCheckpoint, *, pre: str | None = None, drop_surplus: bool = False) -> ModelSource:
+    """The model in a folder. Arguments and errors as `open_source`."""
+    weights = ModelWeights(checkpoint)
+    _check_numbers(weights)
+    names = _needed_names(weights)
+    dropped = _unneeded_names(weights, names)
+    tensors = _tensors(weights, names)
+    tokenizer = tokenizer_keys(checkpoint, weights.config.vocab_size, pre=pre, drop_surplus=drop_surplus)
+    metadata = _metadata(weights, tensors) | tokenizer.keys
+    check_expressible(weights.config, weights.family, metadata, tensors)
+    warnings = [*tokenizer.warnings, *_rope_warnings(weights.config)]
+    if dropped:
+        more = f" and {len(dropped) - 3} more" if dropped[3:] else ""
+        warnings.append(f"left out, no part of the model config.json describes: {', '.join(dropped[:3])}{more}")
+    left_out = [*weights.left_out, *dropped]
+    return ModelSource(checkpoint.path, "safetensors", _files(checkpoint), metadata, tensors, left_out, warnings)
+
+
+def _files(checkpoint: SafetensorsCheckpoint) -> list[Path]:
+    """The weights and everything beside them: configs, tokenizer, template. GGUF files there are not read."""
+    beside = [file for file in checkpoint.folder.iterdir() if file.suffix != ".gguf" and file not in checkpoint.files]
+    return [*checkpoint.files, *beside]
+
+
+def _check_numbers(weights: ModelWeights) -> None:
+    """Refuse, by name, tensors that are not plain floating-point numbers."""
+    for name in weights.names():
+        try:
+            found = stored_format(weights.read(name)).name
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{weights.checkpoint.path}: tensor {quoted(name)}: {error}") from error
+        if found not in _WEIGHT_FORMATS:
+            raise UnsupportedError(f"{weights.checkpoint.path}: tensor {quoted(name)} holds {found} numbers, expected weights")
+
+
+class _Recorder:
+    """Weights that note what is read of them."""
+
+    def __init__(self, weights: ModelWeights) -> None:
+        self.config, self.checkpoint = weights.config, weights.checkpoint
+        self.read_names: list[str] = []
+        self._weights = weights
+
+    def read(self, name: str) -> Tensor:
+        self.read_names.append(name)
+        return self._weights.read(name)
+
+
+class _NoOps:
+    """A backend that prepares nothing: what is left of loading are the checks."""
+
+    def prepare_weight(self, weight: Any) -> None: ...
+
+    def prepare_vector(self, vector: Any, dtype: str | None = None) -> None: ...
+
+    def from_host(self, array: Any) -> None: ...
+
+
+def _needed_names(weights: ModelWeights) -> list[str]:
+    """The tensors the forward pass reads; FormatError for one that is missing or of another shape than config.json says."""
+    recorder = _Recorder(weights)
+    Decoder(_NoOps(), recorder)
+    return recorder.read_names
+
+
+def _unneeded_names(weights: ModelWeights, needed: Iterable[str]) -> list[str]:
+    """The other tensors, which are left out.
+
+    FormatError for those that would change the result: a head that differs from the embedding it is said to share, a bias
+    or scale of a module that should have none.
+    """
+    needed = set(needed)
+    modules = {name.rpartition(".")[0] for name in needed}
+    path, others = weights.checkpoint.path, [name for name in weights.names() if name not in needed]
+    for name in others:
+        if name == _HEAD:
+            if not _equal(weights.read(name), weights.read(_EMBEDDING)):
+                raise FormatError(
+                    f"{path}: config.json says tie_word_embeddings, but {_HEAD} differs from {_EMBEDDING}; "
+                    "correct the one or the other"
+                )
+        elif name.rpartition(".")[0] in modules:
+            raise FormatError(f"{path}: tensor {quoted(name)} has no place in the model config.json describes")
+    return [name for name in others if name != _HEAD]
+
+
+def _equal(left: np.ndarray, right: np.ndarray) -> bool:
+    return left.shape == right.shape and left.dtype == right.dtype and left.tobytes() == right.tobytes()
+
+
+def _tensors(weights: ModelWeights, names: list[str]) -> list[SourceTensor]:
+    """In the order of the forward pass."""
+    spelling = weights.family.gguf_names
+    found = [_tensor(weights, name) for name in names]
+    for name, factors in factor_tensors(weights.config).items():
+        found.append(SourceTensor(name, "config.json", FORMATS["F32"], factors.shape, lambda factors=factors: factors))
+    return sorted(found, key=lambda tensor: gguf_order(tensor.name, list(spelling.layer.values())))
+
+
+def _tensor(weights: ModelWeights, name: str) -> SourceTensor:
+    gguf_name = weights.family.gguf_names.to_gguf(name)
+    if gguf_name is None:
+        raise UnsupportedError(f"{weights.checkpoint.path}: GGUF has no name for tensor {quoted(name)}")
+    tensor = weights.read(name)
+    return SourceTensor(gguf_name, name, stored_format(tensor), tensor.shape, _reader(weights, name))
+
+
+def _reader(weights: ModelWeights, name: str) -> Callable[[], Tensor]:
+    """Reads the tensor in GGUF's layout: the reverse of what ModelWeights does for a GGUF file."""
+    spelling, config = weights.family.gguf_names, weights.config
+    if heads_key := spelling.heads_key(name):
+        heads = config.num_kv_heads if heads_key == "num_key_value_heads" else config.num_heads
+        return lambda: interleave_rows(weights.read(name), heads)
+    if spelling.has_offset_norm(name):
+        return lambda: dequantize(weights.read(name)) + np.float32(1)
+    return lambda: weights.read(name)
+
+
+def _metadata(weights: ModelWeights, tensors: list[SourceTensor]) -> dict[str, Any]:
+    checkpoint = weights.checkpoint
+    count = sum(int(np.prod(tensor.shape)) for tensor in tensors)
+    try:
+        names = describe_folder(checkpoint.folder, weights.hf_config, count)
+        sampling = sampling_defaults(checkpoint)
+    except LlmctlError as error:
+        raise type(error)(f"{checkpoint.path}: {error}") from error
+    return {
+        "general.architecture": weights.family.gguf_arch,
+        "general.type": "model",
+        **names,
+        **{f"general.sampling.{key}": sampling[name] for name, key in _SAMPLING.items() if name in sampling},
+        **metadata_from_config(weights.config, weights.family),
+        "general.file_type": 0,  # set once the types are chosen
+        "general.quantization_version": _QUANTIZATION_VERSION,
+    }
+
+
+def _rope_warnings(config: ModelConfig) -> list[str]:
+    limits = {layer.rope.max_position for layer in config.layers if layer.rope is not None and layer.rope.kind == "dynamic"}
+    return [f"GGUF has no key for dynamic rope scaling: beyond {limit} tokens readers will not scale" for limit in limits]

@@ -1,0 +1,143 @@
+"""What a model is called: GGUF's general.* keys and the names of files, from whatever the source says about itself.
+
+The parts follow the naming convention of the GGUF description: BaseName-SizeLabel-FineTune-Version-Encoding.gguf.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmctl.errors import FormatError
+
+_SIZE = re.compile(r"(?:(?P<experts>\d+)x)?(?P<number>\d+(?:[._]\d+)?)(?P<unit>[KMBT])", re.IGNORECASE)
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_VERSION = re.compile(r"v\d+(?:\.\d+)*", re.IGNORECASE)
+_ENCODING = re.compile(r"(?:i?q\d+(?:_\w+)?|b?f(?:p|loat)?(?:16|32)|gguf|hf)", re.IGNORECASE)
+_PURPOSE = re.compile(r"(?:chat|instruct|it|base|vision|code|coder)", re.IGNORECASE)
+_PLAIN_SUFFIX = re.compile(r"[-.](?:i?q\d\w*|b?f(?:p|loat)?(?:16|32))$", re.IGNORECASE)
+_SHARD_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
+
+# GGUF key below general. → key of a model card's front matter.
+_CARD_KEYS = (
+    ("author", "author"),
+    ("license", "license"),
+    ("license.name", "license_name"),
+    ("license.link", "license_link"),
+    ("languages", "language"),
+    ("tags", "tags"),
+)
+
+
+@dataclass(frozen=True)
+class ModelName:
+    """The parts of a model's name; None where it has none."""
+
+    title: str
+    basename: str | None = None
+    size_label: str | None = None
+    finetune: str | None = None
+    version: str | None = None
+    organization: str | None = None
+
+
+def parse_name(identifier: str, num_elements: int) -> ModelName:
+    """The parts of "owner/Base-3.1-8B-Instruct-v2" and the like. A text with blanks is a title and nothing else.
+
+    num_elements: weights of the model; a part that looks like a size but is far from it (a context length, as in 8k) is none.
+    """
+    owner, _, name = identifier.strip().strip("/").rpartition("/")
+    organization = owner.rpartition("/")[2] or None
+    if " " in name:
+        return ModelName(name, organization=organization)
+    parts = [part for part in name.split("-") if part]
+    while len(parts) > 1 and _ENCODING.fullmatch(parts[-1]):
+        parts.pop()
+    version = parts.pop() if len(parts) > 1 and _VERSION.fullmatch(parts[-1]) else None
+    at = next((i for i, part in enumerate(parts) if i and _is_size(part, num_elements)), None)
+    size = parts.pop(at).replace("_", ".") if at is not None else None
+    if at is None:
+        at = next((i for i, part in enumerate(parts) if i and _PURPOSE.fullmatch(part)), len(parts))
+    basename, finetune = "-".join(parts[:at]), "-".join(parts[at:])
+    label = size[:-1] + size[-1].upper() if size else None
+    return ModelName(_title(name), basename or None, label, finetune or None, version, organization)
+
+
+def _title(name: str) -> str:
+    """The name for people: blanks for dashes, words that are all small letters capitalized."""
+    words = name.replace("-", " ").split()
+    return " ".join(word.capitalize() if word.isalpha() and word.islower() else word for word in words)
+
+
+def _is_size(part: str, num_elements: int) -> bool:
+    found = _SIZE.fullmatch(part)
+    if found is None:
+        return False
+    count = float(found["number"].replace("_", ".")) * _UNITS[found["unit"].upper()] * int(found["experts"] or 1)
+    return num_elements / 4 < count < num_elements * 4
+
+
+def size_label(num_elements: int) -> str:
+    """A count of weights as models are labelled with it: two digits at least (1.2B, 135M, 20K)."""
+    scaled, unit = next(
+        ((num_elements / _UNITS[unit], unit) for unit in "TBM" if num_elements >= _UNITS[unit]), (num_elements / 1e3, "K")
+    )
+    return f"{scaled:.{1 if round(scaled) < 10 else 0}f}{unit}"
+
+
+def describe_folder(folder: Path, config: Mapping[str, Any], num_elements: int) -> dict[str, Any]:
+    """The general.* keys that name a Hugging Face folder, in the order they are written.
+
+    Sources, the first that says something: the model card (README.md), `_name_or_path` of config.json unless it is a path,
+    the folder's own name. Raises FormatError for a model card that is no valid YAML.
+    """
+    card = _model_card(folder)
+    stated = config.get("_name_or_path")
+    stated = stated if isinstance(stated, str) and stated.strip() and stated.count("/") <= 1 and stated[0] not in "./~" else None
+    names = [parse_name(text, num_elements) for text in (card.get("model_name"), stated, folder.resolve().name) if text]
+    found = {key: next((value for name in names if (value := getattr(name, key))), None) for key in ModelName.__annotations__}
+    found["size_label"] = found["size_label"] or size_label(num_elements)
+    keys = {"name": found.pop("title"), **found}
+    for key, source in _CARD_KEYS:
+        if value := card.get(source):
+            keys[key] = [str(item) for item in value] if isinstance(value, list) else str(value)
+    for key in ("languages", "tags"):
+        if isinstance(keys.get(key), str):
+            keys[key] = [keys[key]]
+    if isinstance(keys.get("license"), list):
+        keys["license"] = ",".join(keys["license"])
+    return {f"general.{key}": value for key, value in keys.items() if value is not None}
+
+
+def _model_card(folder: Path) -> dict[str, Any]:
+    """The front matter of README.md; {} where there is none."""
+    path = folder / "README.md"
+    if not path.is_file() or not path.read_bytes()[:200].lstrip(b"\xef\xbb\xbf \r\n").startswith(b"---"):
+        return {}
+    from huggingface_hub import metadata_load
+
+    try:
+        return metadata_load(path) or {}
+    except Exception as error:  # YAML's own classes, not a dependency of ours
+        raise FormatError(f"{path}: its front matter cannot be read: {error}") from error
+
+
+def file_name(metadata: Mapping[str, Any], source: Path, encoding: str) -> str:
+    """The conventional name of a GGUF file; without a base name in the metadata, that of the source's own file.
+
+    encoding: the type the weights are in, F16 or Q4_0.
+    """
+    basename = metadata.get("general.basename")
+    if not isinstance(basename, str) or not basename.strip():
+        stem = _SHARD_SUFFIX.sub("", source.stem if source.suffix == ".gguf" else source.name)
+        return _safe(f"{_PLAIN_SUFFIX.sub('', stem)}-{encoding}.gguf")
+    parts = [basename, *(metadata.get(f"general.{key}") for key in ("size_label", "finetune", "version")), encoding]
+    return _safe("-".join(part.strip() for part in parts if isinstance(part, str) and part.strip()) + ".gguf")
+
+
+def _safe(name: str) -> str:
+    """Metadata comes from a file: nothing in it may name another folder or hide the result."""
+    return re.sub(r"[\s/\\:*?\"<>|\x00-\x1f]+", "-", name).lstrip(".-")

@@ -1,0 +1,136 @@
+"""Round to nearest: each weight to the closest value of its block's grid, from the weight alone.
+
+Pure: (weight, format) → the rounded tensor and how far it is from the weight. Nothing here knows files or names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod, sqrt
+
+import numpy as np
+
+from llmctl.errors import FormatError
+from llmctl.kernels.formats.codecs import dequantize, quantize
+from llmctl.kernels.formats.plain import PLAIN_DTYPES, plain_format
+from llmctl.kernels.formats.quant_tensor import QuantTensor
+from llmctl.kernels.formats.spec import Format
+
+Tensor = np.ndarray | QuantTensor
+
+_CHUNK_ELEMENTS = 1 << 20  # 4 MiB as float32: what is unfolded at once, whatever the size of the tensor
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A tensor in its new format.
+
+    squared_error: Σ (w − ŵ)². squared_weight: Σ w². Both None if they were not asked for.
+    """
+
+    tensor: Tensor
+    squared_error: float | None
+    squared_weight: float | None
+
+    @property
+    def relative_error(self) -> float | None:
+        """Root mean square error relative to that of the weight, 0 where the weight is all zeros."""
+        if self.squared_error is None or self.squared_weight is None:
+            return None
+        return relative_error(self.squared_error, self.squared_weight)
+
+
+def relative_error(squared_error: float, squared_weight: float) -> float:
+    """√(Σ (w − ŵ)² / Σ w²); 0 where there is no weight to be wrong about."""
+    return sqrt(squared_error / squared_weight) if squared_weight else 0.0
+
+
+def stored_format(tensor: Tensor) -> Format:
+    """The format a tensor in memory is stored in; UnsupportedError for numbers that have none."""
+    return tensor.format if isinstance(tensor, QuantTensor) else plain_format(tensor.dtype)
+
+
+def round_to_nearest(weight: Tensor, form: Format, *, measure: bool = True) -> Rounded:
+    """The weight in another format, rounded block by block along its last axis.
+
+    weight: plain numbers or blocks, any shape; blocks are unfolded first. form: one with an encoder. The same format again
+    gives the same tensor, bit for bit. measure: also work out the error.
+    Memory beyond the result is a few chunks. Raises FormatError if a value is NaN, infinite or does not fit the format (the
+    caller adds the tensor's name), or if rows are not whole blocks; UnsupportedError without an encoder.
+    """
+    if stored_format(weight) == form:
+        return Rounded(weight, 0.0 if measure else None, _squared_weight(weight) if measure else None)
+    rows, result = _rows(weight), _empty(form, weight.shape)
+    made = _rows(result)
+    squared_error = squared_weight = 0.0
+    for start, stop in _chunks(rows.shape):
+        part = dequantize(_slice(rows, start, stop))
+        rounded = _quantize(part, form, start)
+        _store(made, start, stop, rounded)
+        if measure:
+            squared_weight += _squared(part)
+            squared_error += _squared(part - dequantize(rounded))
+    return Rounded(result, squared_error if measure else None, squared_weight if measure else None)
+
+
+def first_nonfinite(weight: Tensor) -> tuple[int, int] | None:
+    """Row and column of the first NaN or infinity; None if all values are finite. Leading axes count as rows."""
+    rows = _rows(weight)
+    for start, stop in _chunks(rows.shape):
+        wrong = ~np.isfinite(dequantize(_slice(rows, start, stop)))
+        if wrong.any():
+            row, column = divmod(int(wrong.argmax()), wrong.shape[-1])
+            return start + row, column
+    return None
+
+
+def _quantize(part: np.ndarray, form: Format, first_row: int) -> Tensor:
+    try:
+        return quantize(part, form)
+    except FormatError as error:
+        raise FormatError(f"{error} (rows counted from {first_row})" if first_row else str(error)) from error
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor with two axes, sharing memory; a number or vector is one row."""
+    columns = tensor.shape[-1] if tensor.shape else 1
+    shape = (prod(tensor.shape[:-1]), columns)
+    if isinstance(tensor, QuantTensor):
+        return QuantTensor(tensor.format, shape, tensor.blocks.reshape(shape[0], -1))
+    return tensor.reshape(shape)
+
+
+def _slice(rows: Tensor, start: int, stop: int) -> Tensor:
+    if isinstance(rows, QuantTensor):
+        return QuantTensor(rows.format, (stop - start, rows.shape[1]), rows.blocks[start:stop])
+    return rows[start:stop]
+
+
+def _store(rows: Tensor, start: int, stop: int, part: Tensor) -> None:
+    if isinstance(rows, QuantTensor):
+        rows.blocks[start:stop] = part.blocks
+    else:
+        rows[start:stop] = part
+
+
+def _empty(form: Format, shape: tuple[int, ...]) -> Tensor:
+    if form.is_plain:
+        return np.empty(shape, PLAIN_DTYPES[form.name])
+    return QuantTensor(form, shape, np.empty((*shape[:-1], form.row_bytes(shape[-1])), np.uint8))
+
+
+def _chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    step = max(1, _CHUNK_ELEMENTS // max(1, shape[1]))
+    for start in range(0, shape[0], step):
+        yield start, min(start + step, shape[0])
+
+
+def _squared(values: np.ndarray) -> float:
+    flat = values.reshape(-1)
+    return float(np.dot(flat, flat))
+
+
+def _squared_weight(weight: Tensor) -> float:
+    rows = _rows(weight)
+    return sum(_squared(dequantize(_slice(rows, start, stop))) for start, stop in _chunks(rows.shape))

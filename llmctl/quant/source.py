@@ -1,0 +1,116 @@
+"""A model as GGUF lays it out, whatever it is stored as: tensors under GGUF's names and in its row order, and metadata.
+
+Nothing is read here but headers and small vectors: a tensor is opened (mapped, permuted) when it is its turn to be written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmctl.errors import UnsupportedError
+from llmctl.kernels.formats.spec import Format
+from llmctl.quant.rtn import Tensor
+from llmctl.runtime.checkpoint import open_checkpoint
+from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
+from llmctl.runtime.checkpoint.text import quoted
+
+_LAYER = re.compile(r"blk\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """One tensor of the model.
+
+    name: GGUF's. origin: the name in the source, for messages. format, shape: as stored, torch order.
+    read: the tensor in GGUF's layout.
+    """
+
+    name: str
+    origin: str
+    format: Format
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+@dataclass
+class ModelSource:
+    """What is to be written.
+
+    path: as the user named it. files: every file it is read from. kind: of the source, gguf or safetensors.
+    metadata: as GgufWriter takes it, but for general.file_type, which depends on the types chosen.
+    left_out: stored tensors that are no part of the model. warnings: what the user must know about the result.
+    """
+
+    path: Path
+    kind: str
+    files: list[Path]
+    metadata: dict[str, Any]
+    tensors: list[SourceTensor]
+    left_out: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> set[str]:
+        """GGUF names of all tensors."""
+        return {tensor.name for tensor in self.tensors}
+
+
+def open_source(path: Path, *, pre: str | None = None, drop_surplus: bool = False) -> ModelSource:
+    """Read what the checkpoint says about itself and check that GGUF can say it too.
+
+    path: a GGUF file or a Hugging Face folder (or its weights). pre: name of the pre-tokenizer rule to write, for a
+    tokenizer whose own is not recognised. drop_surplus: leave out tokens of a folder that have no row in the embedding.
+    Raises FormatError, UnsupportedError, ModelNotFoundError.
+    """
+    checkpoint = open_checkpoint(path)
+    if isinstance(checkpoint, GgufCheckpoint):
+        return _gguf_source(checkpoint, pre)
+    from llmctl.quant.huggingface import read_folder
+
+    return read_folder(checkpoint, pre=pre, drop_surplus=drop_surplus)
+
+
+def _gguf_source(checkpoint: GgufCheckpoint, pre: str | None) -> ModelSource:
+    """Any architecture: nothing is renamed or reordered, so it need not be one we can run."""
+    metadata = checkpoint.typed_metadata()
+    if pre is not None:
+        metadata = _with_rule(checkpoint, metadata, pre)
+    tensors = [
+        SourceTensor(entry.name, entry.name, entry.format, entry.shape, _reader(checkpoint, entry.name))
+        for entry in checkpoint.entries()
+    ]
+    return ModelSource(checkpoint.path, "gguf", checkpoint.files, metadata, tensors)
+
+
+def _reader(checkpoint: GgufCheckpoint, name: str) -> Callable[[], Tensor]:
+    return lambda: checkpoint.read(name)
+
+
+def _with_rule(checkpoint: GgufCheckpoint, metadata: dict[str, Any], pre: str) -> dict[str, Any]:
+    """The metadata with another splitting rule: what helps with files whose converter guessed it wrong."""
+    from llmctl.runtime.tokenizer.pre_tokenizers import rule
+
+    rule(pre)
+    model = checkpoint.metadata.get("tokenizer.ggml.model")
+    if model != "gpt2":
+        raise UnsupportedError(
+            f"{checkpoint.path}: --pre is for byte-level BPE (gpt2), the tokenizer's model is {quoted(str(model))}"
+        )
+    return {**metadata, "tokenizer.ggml.pre": pre}
+
+
+def gguf_order(name: str, modules: list[str]) -> tuple[int, int, str]:
+    """Where a GGUF tensor comes in the file: what precedes the layers, the layers in order, what follows them.
+
+    modules: those of a layer, in the order of the forward pass.
+    """
+    module = name.rpartition(".")[0]
+    if found := _LAYER.match(name):
+        inner = module[found.end() :]
+        return int(found[1]), modules.index(inner) if inner in modules else len(modules), name
+    after = module in ("output_norm", "output")
+    return (1 << 30 if after else -1), int(module == "output"), name
