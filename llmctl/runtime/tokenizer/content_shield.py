@@ -27,6 +27,8 @@ class ControlTokens:
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = frozenset(text for text in texts if text)
+        self._longest = max(map(len, self.texts), default=0)
+        self._last = frozenset(text[-1] for text in self.texts)
         self._lengths: dict[str, list[int]] = {}
         for text in self.texts:
             self._lengths.setdefault(text[0], []).append(len(text))
@@ -62,13 +64,17 @@ class ControlTokens:
 
     def torn_start(self, text: str) -> str:
         """The longest start of `text` that is the end of a control token, so text before it could complete it."""
-        longest = min(len(text), max(map(len, self.texts), default=0))
-        return next((text[:n] for n in range(longest, 0, -1) if text[:n] in self._endings), "")
+        head = text[: self._longest]
+        if self._last.isdisjoint(head):  # nearly always, and then the set of endings need not even be made
+            return ""
+        return next((head[:n] for n in range(len(head), 0, -1) if head[:n] in self._endings), "")
 
     def torn_end(self, text: str) -> str:
         """The longest end of `text` that is the start of a control token."""
-        longest = min(len(text), max(map(len, self.texts), default=0))
-        return next((text[-n:] for n in range(longest, 0, -1) if text[-n:] in self._beginnings), "")
+        tail = text[-self._longest :] if self._longest else ""
+        if not self._first.search(tail):
+            return ""
+        return next((tail[-n:] for n in range(len(tail), 0, -1) if tail[-n:] in self._beginnings), "")
 
 
 @functools.lru_cache(maxsize=4)

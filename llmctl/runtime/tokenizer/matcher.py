@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 
 from llmctl.runtime.tokenizer.facts import AddedToken
 
@@ -28,14 +29,17 @@ class TokenMatcher:
     def __bool__(self) -> bool:
         return self._first is not None
 
-    def split(self, text: str) -> list[str | int]:
-        """The text in order as pieces between added tokens (never empty) and ids of added tokens."""
+    def split(self, text: str, plain: Sequence[tuple[int, int]] = ()) -> list[str | int]:
+        """The text in order as pieces between added tokens (never empty) and ids of added tokens.
+
+        plain: stretches (start, end) in order; a special token that shares a character with one is not seen.
+        """
         if self._first is None:
             return [text] if text else []
         parts: list[str | int] = []
         done = position = 0
         while found := self._first.search(text, position):
-            token = self._longest_at(text, found.start())
+            token = self._longest_at(text, found.start(), plain)
             if token is None or (token.single_word and _inside_word(text, found.start(), found.start() + len(token.text))):
                 position = found.start() + (1 if token is None else len(token.text))
                 continue
@@ -52,12 +56,17 @@ class TokenMatcher:
             parts.append(text[done:])
         return parts
 
-    def _longest_at(self, text: str, start: int) -> AddedToken | None:
+    def _longest_at(self, text: str, start: int, plain: Sequence[tuple[int, int]]) -> AddedToken | None:
         for length in self._lengths[text[start]]:
             token = self._tokens.get(text[start : start + length])
-            if token is not None:
+            if token is not None and not (token.special and _meets(plain, start, start + len(token.text))):
                 return token
         return None
+
+
+def _meets(stretches: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
+    last = bisect_left(stretches, (stop,)) - 1  # the last that begins before `stop`
+    return last >= 0 and stretches[last][1] > start
 
 
 def _inside_word(text: str, start: int, stop: int) -> bool:

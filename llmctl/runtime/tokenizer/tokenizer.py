@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from llmctl.runtime.tokenizer.bpe import BpeEngine
@@ -43,18 +43,21 @@ class Tokenizer:
         self.chat_templates = facts.chat_templates
         self.named_special = facts.named
 
-    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False, plain: Sequence[tuple[int, int]] = ()
+    ) -> list[int]:
         """The ids of a text.
 
         add_special: put what the model expects around it (BOS, EOS).
         parse_special: read control tokens spelled out in the text as such. Without it the text, whatever it says, yields
         no control token; user-defined tokens are found in either case. A text that spells out its own BOS gets no second
         one (unlike in transformers: a rendered chat template usually brings it along).
+        plain: stretches of the text (start, end), in order, from which no control token comes even so.
         Lone surrogates are read as U+FFFD.
         """
         ids: list[int] = []
         matcher = self._all_matcher if parse_special else self._text_matcher
-        for position, part in enumerate(matcher.split(_clean(text))):
+        for position, part in enumerate(matcher.split(_clean(text), plain)):
             if isinstance(part, int):
                 ids.append(part)
             else:

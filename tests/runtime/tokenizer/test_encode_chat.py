@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from llmctl.errors import ChatTemplateError
 from llmctl.runtime.tokenizer.chat_template import encode_chat, render_chat
 from llmctl.runtime.tokenizer.content_shield import ContentShield, ControlTokens
+from llmctl.runtime.tokenizer.facts import AddedToken
+from llmctl.runtime.tokenizer.matcher import TokenMatcher
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -278,3 +280,15 @@ def test_spans_are_leftmost_and_longest() -> None:
     assert list(tokens.spans("xabcdab")) == [(1, 4), (5, 7)]
     assert tokens.split("xabcdab") == ["x", "abc", "d", "ab", ""]
     assert list(ControlTokens([]).spans("anything")) == []
+
+
+def test_a_matcher_sees_no_special_token_in_plain_stretches() -> None:
+    tokens = [AddedToken(1, "<a>", special=True), AddedToken(2, "<a><b>", special=True, rstrip=True), AddedToken(3, "<c>")]
+    matcher = TokenMatcher(tokens)
+    text = "<a><b> <a><c><a>"
+    assert matcher.split(text) == [2, 1, 3, 1]
+    assert matcher.split(text, [(7, 13)]) == [2, "<a>", 3, 1]
+    assert matcher.split(text, [(4, 5)]) == [1, "<b> ", 1, 3, 1]  # the shorter one does not touch it
+    assert matcher.split(text, [(2, 3), (15, 16)]) == ["<a><b> ", 1, 3, "<a>"]
+    assert matcher.split(text, [(0, len(text))]) == ["<a><b> <a>", 3, "<a>"]
+    assert matcher.split(text, [(6, 7), (10, 13)]) == [2, 1, 3, 1]  # beside them, and a token that is not special
