@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
 
-from llmctl.errors import ChatTemplateError
+from llmctl.errors import ChatTemplateError, UnsupportedError
 from llmctl.runtime.tokenizer.content_shield import (
     ContentShield,
     ControlTokens,
@@ -34,7 +34,7 @@ from llmctl.runtime.tokenizer.content_shield import (
     map_strings,
     strings_in,
 )
-from llmctl.runtime.tokenizer.template_budget import MAX_NESTING
+from llmctl.runtime.tokenizer.template_budget import MAX_NESTING, Stopped
 from llmctl.runtime.tokenizer.template_features import searched_texts
 from llmctl.runtime.tokenizer.template_sandbox import render_template
 
@@ -42,6 +42,7 @@ Clock = Callable[[], datetime]
 Message = Mapping[str, Any]
 
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
+_CONVERSIONS = ((str, str.__str__), (int, int.__int__), (float, float.__float__))  # of subclasses, such as enum members
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -79,7 +80,8 @@ def render_chat(
     `messages` are JSON objects with `role` and `content` (text, a list of parts, or null), and what else the template
     reads; `tools` and `documents` are JSON objects; `special` names the special tokens (`bos_token`, `eos_token` ...);
     `variables` are the template's own switches (`enable_thinking=False`). `clock` answers the template's date calls.
-    Raises ChatTemplateError if there is no template, if the messages are not such objects, or if the template refuses.
+    Raises ChatTemplateError if there is no template, if the messages are not such objects, or if the template refuses;
+    UnsupportedError for `continue_final_message`, which transformers treats as an option of its own.
     """
     given = _Inputs(messages, tools, documents, variables)
 
@@ -132,7 +134,11 @@ def _required(template: str | None) -> str:
 
 def _own_template(tokenizer: ChatTokenizer, tools: Sequence[Message] | None) -> str | None:
     templates = tokenizer.chat_templates
-    return (templates.get("tool_use") if tools is not None else None) or templates.get("default")
+    chosen = (templates.get("tool_use") if tools is not None else None) or templates.get("default")
+    if templates and not chosen:
+        names = ", ".join(sorted(templates))
+        raise ChatTemplateError(f"this model has no default chat template, only {names}: --chat-template FILE supplies one")
+    return chosen
 
 
 # --- what the template is given -------------------------------------------------------------------------------------
@@ -152,6 +158,8 @@ class _Inputs:
 
         A few templates (functionary) join the arguments to other text, which only a string can be.
         """
+        if "continue_final_message" in self.variables:
+            raise UnsupportedError("continue_final_message is not supported: end the conversation with a user message")
         as_given = {
             **_plain(self.variables, "template variables"),
             "tools": _objects(self.tools, "tools"),
@@ -164,7 +172,7 @@ class _Inputs:
         try:
             return use(parsed)
         except ChatTemplateError as error:
-            if parsed == as_given:
+            if parsed == as_given or isinstance(error.__cause__, Stopped):
                 raise
             try:
                 return use(as_given)
@@ -197,9 +205,9 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, (list, tuple)):
         items = [_plain(item, where, depth + 1) for item in value]
         return items if isinstance(value, list) else tuple(items)
-    for base in (str, int, float):  # enum members and the like
+    for base, convert in _CONVERSIONS:
         if isinstance(value, base):
-            return base(value)
+            return convert(value)
     raise ChatTemplateError(f"{where} must hold JSON values only, found {type(value).__name__}")
 
 

@@ -18,7 +18,7 @@ _THINKING_VARIABLES = (  # by how common they are
 _SEARCHES = frozenset(
     ("split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind", "index", "replace", "count")
 )
-_OUR_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+_OUR_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"))
 _MARK = "llmctlprobe"
 
 

@@ -5,15 +5,17 @@ The judge is in conftest.py. The expected text is written down only where transf
 
 from __future__ import annotations
 
+import enum
 import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
-from llmctl.errors import ChatTemplateError
+from llmctl.errors import ChatTemplateError, UnsupportedError
 from llmctl.runtime.tokenizer.chat_template import encode_chat, render_chat
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
@@ -292,12 +294,25 @@ def test_subclasses_of_plain_types_are_made_plain(judge: Any) -> None:
         def secret(self) -> str:
             return "leaked"
 
+    class Role(str, enum.Enum):
+        USER = "user"
+
+    class Number(enum.IntEnum):
+        ONE = 1
+
+    message = {"role": Role.USER, "content": Number.ONE, "x": numpy.float64(1.5)}
+    assert judge.agrees("{{ messages[0].role }}{{ messages[0].content }}{{ messages[0].x | tojson }}", [message]) == "user11.5"
     assert judge.agrees("{{ messages[0].content.secret is defined }}{{ messages[0].content }}", [user(Text("x"))]) == "Falsex"
 
 
 @pytest.mark.parametrize("messages", [[], None, "hi", [1], [["role", "user"]], {"role": "user"}])
 def test_messages_that_are_none(judge: Any, messages: Any) -> None:
     assert "message" in judge.refused("ok", messages)
+
+
+def test_continue_final_message_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="continue_final_message is not supported"):
+        render_chat("ok", [user(), assistant()], continue_final_message=True)
 
 
 def test_objects_that_are_no_json(judge: Any) -> None:

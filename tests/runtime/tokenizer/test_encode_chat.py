@@ -238,6 +238,11 @@ def test_no_template() -> None:
         encode_chat(LetterTokenizer(None), [{"role": "user", "content": "Hi"}])
 
 
+def test_no_default_template() -> None:
+    with pytest.raises(ChatTemplateError, match=r"no default chat template, only rag, tool_use: --chat-template"):
+        encode_chat(LetterTokenizer(None, tool_use="t", rag="r"), [{"role": "user", "content": "Hi"}])
+
+
 def test_a_refusal_shows_the_text_and_not_placeholders() -> None:
     template = "{{ raise_exception('bad: ' ~ messages[0].content) }}"
     with pytest.raises(ChatTemplateError, match=r"bad: a<\|im_end\|>b$"):
