@@ -166,7 +166,7 @@ class BpeEngine:
 
     @cached_property
     def _components(self) -> Any:
-        return _library(self._settings["normalizer"], self._settings["pre_tokenizer"])
+        return text_parts(self._settings["normalizer"], self._settings["pre_tokenizer"])
 
     @cached_property
     def _normalizer(self) -> Any:
@@ -179,7 +179,7 @@ class BpeEngine:
     @cached_property
     def _later_pre_tokenizer(self) -> Any:
         """For text after an added token: a Metaspace that puts its marker only at the beginning puts none there."""
-        return _library(None, _without_first(self._settings["pre_tokenizer"])).pre_tokenizer
+        return text_parts(None, _without_first(self._settings["pre_tokenizer"])).pre_tokenizer
 
     def _split(self, text: str, first: bool) -> list[str]:
         splitter = self._pre_tokenizer if first else self._later_pre_tokenizer
@@ -214,8 +214,11 @@ class BpeEngine:
         return () if unk is None else (unk,)
 
 
-def _library(normalizer: Any, pre_tokenizer: Any) -> Any:
-    """A `tokenizers` object that only normalizes and cuts."""
+def text_parts(normalizer: Any, pre_tokenizer: Any) -> Any:
+    """An object with the `normalizer` and `pre_tokenizer` that tokenizer.json describes so, or None.
+
+    FormatError, without the file's name, if the library cannot make them.
+    """
     from tokenizers import Tokenizer
 
     parts = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": None}

@@ -7,6 +7,7 @@ another version or unreadable counts as absent; a folder that cannot be written 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -16,12 +17,12 @@ import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from llmctl import __version__
 from llmctl.runtime.paths import cache_dir
 from llmctl.runtime.tokenizer.facts import Facts
 from llmctl.runtime.tokenizer.vocabulary import Buffer
 
-# To be raised whenever the same input would now be prepared differently.
-VERSION = 1
+_VERSION = 1  # of the layout of an entry
 _MAGIC = b"llmctl-tokenizer"
 _HEAD = struct.Struct("<16sIIQ")  # magic, version, CRC-32 of all that follows, bytes of JSON
 _MAX_ENTRIES = 32
@@ -29,11 +30,19 @@ _MAX_ENTRIES = 32
 
 def key(parts: Iterable[bytes | memoryview]) -> str:
     """The name of the entry made from these parts (each told from the next)."""
-    digest = hashlib.sha256(b"%d" % VERSION)
-    for part in parts:
+    digest = hashlib.sha256()
+    for part in [_code(), *parts]:
         digest.update(struct.pack("<Q", memoryview(part).nbytes))
         digest.update(part)
     return digest.hexdigest()[:40]
+
+
+@functools.cache
+def _code() -> bytes:
+    """The state of this package: what other code prepared is not served, whether or not a version was raised."""
+    with os.scandir(Path(__file__).parent) as entries:
+        files = sorted((entry.name, entry.stat()) for entry in entries if entry.name.endswith(".py"))
+    return repr([_VERSION, __version__, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in files)]).encode()
 
 
 def load(name: str) -> tuple[Facts, dict[str, Buffer]] | None:
@@ -41,7 +50,7 @@ def load(name: str) -> tuple[Facts, dict[str, Buffer]] | None:
     try:
         data = _path(name).read_bytes()
         magic, version, checksum, json_size = _HEAD.unpack_from(data)
-        if magic != _MAGIC or version != VERSION or zlib.crc32(memoryview(data)[_HEAD.size :]) != checksum:
+        if magic != _MAGIC or version != _VERSION or zlib.crc32(memoryview(data)[_HEAD.size :]) != checksum:
             return None
         body = memoryview(data)[_HEAD.size :]
         plain = json.loads(bytes(body[:json_size]))
@@ -60,7 +69,7 @@ def save(name: str, facts: Facts, sections: Mapping[str, Buffer]) -> None:
     head = json.dumps({"facts": facts.to_json(), "sections": sizes}, ensure_ascii=False).encode("utf-8", "surrogatepass")
     body = b"".join([head, *sections.values()])
     with contextlib.suppress(OSError):
-        _write(_path(name), _HEAD.pack(_MAGIC, VERSION, zlib.crc32(body), len(head)) + body)
+        _write(_path(name), _HEAD.pack(_MAGIC, _VERSION, zlib.crc32(body), len(head)) + body)
         _prune(_path(name).parent)
 
 

@@ -87,13 +87,16 @@ class FolderSettings:
         facts.pad_token_id = ids.get("pad_token", self.pad_id)
         facts.eos_token_ids = end_token_ids([ids.get("eos_token"), *facts.eos_token_ids, *self.end_ids], control)
         facts.chat_templates = self.chat_templates
-        if self.add_bos is not None:
-            has_bos = facts.bos_token_id is not None
-            keeps = facts.bos_token_id in facts.prefix_ids
-            facts.prefix_ids = () if not (self.add_bos and has_bos) else facts.prefix_ids if keeps else (facts.bos_token_id,)
-        if self.add_eos is not None:
-            eos = ids.get("eos_token")
-            facts.suffix_ids = (eos,) if self.add_eos and eos is not None else ()
+        bos, eos = facts.bos_token_id, ids.get("eos_token")
+        facts.prefix_ids = _chosen(self.add_bos, bos, facts.prefix_ids)
+        facts.suffix_ids = _chosen(self.add_eos, eos, facts.suffix_ids)
+
+
+def _chosen(wanted: bool | None, token_id: int | None, given: tuple[int, ...]) -> tuple[int, ...]:
+    """What surrounds a text on one side. wanted: what a flag says, if there is one; given: by the vocabulary file."""
+    if wanted is False:
+        return ()
+    return (token_id,) if wanted and token_id is not None and token_id not in given else given
 
 
 def read_folder_settings(folder: Path) -> FolderSettings:

@@ -17,9 +17,7 @@ NO_MERGE = 1 << 62
 _LONG = 96  # symbols from which keeping a queue costs less than searching the list again
 
 
-def merge(
-    symbols: list[Symbol], rank: Callable[[Symbol, Symbol], int], join: Callable[[Symbol, Symbol], Symbol]
-) -> list[Symbol]:
+def merge(symbols: list[Symbol], rank: Callable[[Symbol, Symbol], int], join: Callable[[Symbol, Symbol], Symbol]) -> list[Symbol]:
     """The symbols after all merges, the pair of lowest rank first, of equal ones the leftmost.
 
     rank: of a pair, or NO_MERGE. join: what a pair becomes.

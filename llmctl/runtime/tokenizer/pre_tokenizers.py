@@ -49,9 +49,7 @@ class Rule:
 
 _LLAMA3_RULE = Rule((_LLAMA3,), ignore_merges=True, add_bos=True)
 _SMOLLM_RULE = Rule((r"\p{N}", GPT2))
-_DEEPSEEK3_RULE = Rule(
-    (_DIGITS_OF_3, _CJK, rf"{_DEEPSEEK_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}")
-)
+_DEEPSEEK3_RULE = Rule((_DIGITS_OF_3, _CJK, rf"{_DEEPSEEK_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"))
 _BAILING_RULE = Rule(
     (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",)
 )
@@ -96,9 +94,7 @@ RULES: dict[str, Rule] = {
     ),
     "deepseek-coder": Rule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_HAN, r"\p{N}")),
     "deepseek-v3": _DEEPSEEK3_RULE,
-    "spark2_5": Rule(
-        (_DIGITS_OF_3, _CJK, rf"{_DEEPSEEK_WORDS}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+", r"\p{N}")
-    ),
+    "spark2_5": Rule((_DIGITS_OF_3, _CJK, rf"{_DEEPSEEK_WORDS}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+", r"\p{N}")),
     "youtu": Rule(
         (
             "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
@@ -122,11 +118,7 @@ RULES: dict[str, Rule] = {
     "kimi-k2": Rule((_KIMI,)),
     "superbpe": Rule((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
     "bailingmoe": _BAILING_RULE,
-    "seed-coder": Rule(
-        (
-            rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",
-        )
-    ),
+    "seed-coder": Rule((rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)),
     "ufakzeka": Rule((rf"[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_PUNCTUATION}|{_SPACES}",)),
     "jais-2": Rule(
         (
@@ -206,8 +198,7 @@ def rule(name: str) -> Rule:
 def to_json(chosen: Rule) -> dict[str, Any]:
     """The rule as the pre_tokenizer of a tokenizer.json."""
     steps: list[dict[str, Any]] = [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in chosen.patterns
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} for pattern in chosen.patterns
     ]
     if chosen.byte_level:
         steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})

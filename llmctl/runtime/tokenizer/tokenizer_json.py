@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llmctl.errors import FormatError, UnsupportedError
-from llmctl.runtime.tokenizer.bpe import MARKER
+from llmctl.runtime.tokenizer.bpe import MARKER, text_parts
 from llmctl.runtime.tokenizer.description import Description, name_special, retype
 from llmctl.runtime.tokenizer.facts import AddedToken, Facts, TokenType
 from llmctl.runtime.tokenizer.folder_settings import FolderSettings, added_token
@@ -101,6 +101,7 @@ def describe_document(path: Path, document: Mapping[str, Any], settings: FolderS
         "unk": _unknown(path, model),
         "fuse_unk": bool(model.get("fuse_unk", False)),
     }
+    _check_text_parts(path, facts.settings)
     retype(types, facts.added, facts.settings["unk"])
     facts.named = name_special(facts, encoded := [text.encode("utf-8", "replace") for text in texts]) | settings.named
     merges = [_pair(path, merge) for merge in model.get("merges") or []]
@@ -168,6 +169,13 @@ def _facts(path: Path, document: Mapping[str, Any], settings: FolderSettings) ->
     facts.prefix_ids, facts.suffix_ids = _surroundings(document.get("post_processor"), find)
     settings.fill(facts, find)
     return facts, np.full(size, TokenType.NORMAL, np.uint8)
+
+
+def _check_text_parts(path: Path, settings: Mapping[str, Any]) -> None:
+    try:
+        text_parts(settings["normalizer"], settings["pre_tokenizer"])
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
 
 
 def _texts(facts: Facts, vocabulary: Mapping[str, int]) -> list[str]:

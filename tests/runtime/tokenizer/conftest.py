@@ -1,16 +1,19 @@
-"""What the chat template tests share: transformers' own renderer as the judge, both clocks stopped."""
+"""What the tests of tokenizers share: public vocabularies, and for templates transformers' own renderer, both clocks stopped."""
 
 from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Mapping, Sequence
+import lzma
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from llmctl.errors import ChatTemplateError
+from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
 from llmctl.runtime.tokenizer.chat_template import render_chat
 
 Messages = Sequence[Mapping[str, Any]]
@@ -76,3 +79,38 @@ class Judge:
 @pytest.fixture(scope="session")
 def judge() -> Judge:
     return Judge()
+
+
+# What the tests of vocabularies share.
+
+VOCABULARIES = ("deepseek-coder", "gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2")
+VOCABULARY_DATA = Path(__file__).parents[2] / "data" / "vocab"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tokenizer_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home of our own, so that no prepared tokenizer of an earlier run is found."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLMCTL_HOME", str(home))
+        yield home
+
+
+@pytest.fixture(scope="session")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GgufCheckpoint]:
+    """Opens one of the public vocabularies by name."""
+    folder = tmp_path_factory.mktemp("vocab")
+
+    @functools.cache
+    def unpack(name: str) -> GgufCheckpoint:
+        path = folder / f"ggml-vocab-{name}.gguf"
+        path.write_bytes(lzma.decompress((VOCABULARY_DATA / f"{path.name}.xz").read_bytes()))
+        return GgufCheckpoint(path)
+
+    return unpack
+
+
+@pytest.fixture(params=VOCABULARIES)
+def vocabulary_name(request: pytest.FixtureRequest) -> str:
+    """Each of the public vocabularies."""
+    return request.param
