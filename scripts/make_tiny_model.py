@@ -12,6 +12,7 @@ own initialization attention is nearly uniform, and a wrong rotary table would h
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -137,8 +138,10 @@ def tiny_config(family: str, *, rope: str | dict[str, Any] = "default", **choice
     import transformers
 
     class_name, defaults = FAMILIES[family]
-    if unknown := sorted(set(choices) - set(defaults) - {"rope_parameters"}):
-        raise KeyError(f"{family} has no choice {', '.join(unknown)}; known: {', '.join(sorted(defaults))}")
+    config_class = getattr(transformers, class_name)
+    known = {field.name for field in dataclasses.fields(config_class)}
+    if unknown := sorted(set(choices) - known):  # the class itself would take any keyword and ignore it
+        raise KeyError(f"{class_name} has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}")
     settings = {**defaults, **choices}
     if rope == "dynamic" and "max_position_embeddings" not in choices:
         settings["max_position_embeddings"] = ORIGINAL_CONTEXT  # this type scales beyond the model's own context
@@ -146,7 +149,7 @@ def tiny_config(family: str, *, rope: str | dict[str, Any] = "default", **choice
         layers = settings["num_hidden_layers"]
         settings["layer_types"] = (GEMMA3["layer_types"] * layers)[:layers]
     settings.setdefault("rope_parameters", _rope_parameters(family, rope))
-    return getattr(transformers, class_name)(**settings)
+    return config_class(**settings)
 
 
 def _rope_parameters(family: str, rope: str | dict[str, Any]) -> dict[str, Any]:
