@@ -71,7 +71,7 @@ def load_weights(opened: OpenedModel, threads: int | None) -> tuple[LoadedModel,
     with contextlib.ExitStack() as stack:
         bar = None
         if console.is_terminal(sys.stderr):
-            bar = stack.enter_context(console.progress("Loading", opened.config.num_layers, unit=" layers"))
+            bar = stack.enter_context(console.progress("Loading", opened.config.num_layers, unit="layer"))
         model = opened.load(threads=threads, progress=bar.update_to if bar else None)
     return model, time.perf_counter() - begin
 

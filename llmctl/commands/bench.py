@@ -153,7 +153,7 @@ def _measure(
     label = os.path.basename(name or str(opened.checkpoint.path))  # noqa: PTH119 (a name need not be a path)
     for test in tests:
         for count in counts:
-            with console.progress(f"{label} {test.name}", count, unit=" runs") as bar:
+            with console.progress(f"{label} {test.name}", count, unit="run") as bar:
                 result = run_test(model, test, count, warm_up=warm_up, seed=seed, progress=bar.update_to)
             yield result, _row(model, result)
 
