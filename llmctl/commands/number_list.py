@@ -9,7 +9,7 @@ from llmctl.errors import UsageError
 
 SYNTAX = "a list (8,64) or range (8-32+8, 8-64*2); repeatable"
 MOST = 1_000
-_RANGE = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?")
+_RANGE = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?", re.ASCII)
 
 
 def number_list(texts: Iterable[str], option: str, *, minimum: int = 0) -> list[int]:
@@ -35,7 +35,7 @@ def _expand(part: str, option: str) -> list[int]:
     if last < first or (last > first and (step == 0 or (match[3] == "*" and (step == 1 or first == 0)))):
         raise UsageError(f"{option}: the range {part} never ends or is empty")
     if match[3] != "*":
-        return list(range(first, last + 1, max(step, 1)))[: MOST + 1]
+        return list(range(first, last + 1, max(step, 1))[: MOST + 1])
     numbers = [first]
     while numbers[-1] * step <= last and step > 1 and numbers[-1] > 0:
         numbers.append(numbers[-1] * step)
