@@ -370,6 +370,8 @@ def test_a_file_that_recommends_nonsense_is_named_and_can_be_overruled(call, mak
     folder = make_scripted(top_p=7.0)
     one_line(call("run", folder, "What?"), 1, str(folder), "top_p must be between 0 and 1, found 7.0")
     assert call("run", folder, "What?", "--top-p", "0.9").out == ANSWER + "\n"
+    one_line(call("run", make_scripted(top_k=1.5), "What?"), 1, "top_k must be a whole number, found 1.5")
+    one_line(call("run", make_scripted(temperature="hot"), "What?"), 1, "recommends for sampling what cannot be")
 
 
 @pytest.fixture

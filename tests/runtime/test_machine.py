@@ -51,3 +51,13 @@ def test_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.nvidia_driver() == "580.95.05"
     pretend(monkeypatch, {})
     assert machine.nvidia_driver() is None
+
+
+def test_the_peak_of_this_process_only_grows() -> None:
+    before = machine.peak_memory()
+    held = b"x" * (64 << 20)
+    after = machine.peak_memory()
+    assert before is not None
+    assert after is not None
+    assert after >= before > 1 << 20
+    assert after >= len(held)

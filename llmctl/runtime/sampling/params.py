@@ -35,6 +35,10 @@ class SamplingParams:
     num_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "repetition_window", "seed", "max_tokens", "num_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise UsageError(f"{name} must be a whole number, found {value!r}")
         _check("temperature", self.temperature, 0, math.inf)
         _check("top_k", self.top_k, 0, math.inf)
         _check("top_p", self.top_p, 0, 1)
