@@ -59,10 +59,13 @@ class Request:
 
 def carry_out(request: Request) -> None:
     """Plan and, unless it is a dry run, write; the result goes to stdout, all else to stderr."""
-    from llmctl.quant.convert import make_plan, output_path, plan_warnings, write
+    from llmctl.quant.convert import check_target, make_plan, output_path, plan_warnings, write
     from llmctl.quant.source import open_source
 
     started = time.perf_counter()
+    for target in (request.output, request.report):
+        if target is not None and not request.dry_run:
+            check_target(target, force=request.force)
     console.detail(f"Reading {request.source}")
     source = open_source(request.source, pre=request.pre, drop_surplus=request.drop_surplus)
     plan = make_plan(source, request.recipe, pure=request.pure)
@@ -106,6 +109,8 @@ def _show_plan(request: Request, plan: Plan, output: Path, warnings: Sequence[st
     report = document(plan, None, warnings, **request.facts, dry_run=True)
     report["output"] = str(output)
     _save_report(request, report)
+    if output.exists() and not request.force:
+        console.warn(f"{output} exists already: without --force it will not be replaced")
     if request.json:
         console.print_json(report)
         return

@@ -6,6 +6,7 @@ source is one tensor in its new type.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -164,8 +165,17 @@ def _plain(source: ModelSource) -> dict[str, object]:
 def check_output(output: Path, source: ModelSource, *, force: bool) -> None:
     """OutputError if the file is one of the source's own, or exists and may not be replaced."""
     refuse_same_file(source.files, output)
-    if not force and (output.exists() or output.is_symlink()):
+    check_target(output, force=force)
+
+
+def check_target(output: Path, *, force: bool) -> None:
+    """OutputError if the file exists and may not be replaced, or its folder does not. Costs nothing, so it comes first."""
+    if not force and not output.is_dir() and (output.exists() or output.is_symlink()):
         raise OutputError(f"{output}: exists already; --force replaces it, -o names another file")
+    if not output.parent.is_dir():
+        raise OutputError(f"{output}: the folder {output.parent} does not exist")
+    if not os.access(output.parent, os.W_OK):
+        raise OutputError(f"{output}: the folder {output.parent} cannot be written to")
 
 
 def write(

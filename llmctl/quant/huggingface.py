@@ -50,9 +50,13 @@ def read_folder(checkpoint: SafetensorsCheckpoint, *, pre: str | None = None, dr
     names = _needed_names(weights)
     dropped = _unneeded_names(weights, names)
     tensors = _tensors(weights, names)
-    tokenizer = tokenizer_keys(checkpoint, weights.config.vocab_size, pre=pre, drop_surplus=drop_surplus)
-    metadata = _metadata(weights, tensors) | tokenizer.keys
-    check_expressible(weights.config, weights.family, metadata, tensors)
+    metadata = _metadata(weights, tensors)
+    tokenizer = tokenizer_keys(checkpoint, weights.config.vocab_size, metadata, pre=pre, drop_surplus=drop_surplus)
+    metadata |= tokenizer.keys
+    try:
+        check_expressible(weights.config, weights.family, metadata, tensors)
+    except LlmctlError as error:
+        raise type(error)(f"{checkpoint.path}: {error}") from error
     warnings = [*tokenizer.warnings, *_rope_warnings(weights.config)]
     if dropped:
         more = f" and {len(dropped) - 3} more" if dropped[3:] else ""
@@ -175,9 +179,16 @@ def _metadata(weights: ModelWeights, tensors: list[SourceTensor]) -> dict[str, A
         **names,
         **{f"general.sampling.{key}": sampling[name] for name, key in _SAMPLING.items() if name in sampling},
         **metadata_from_config(weights.config, weights.family),
+        **_longrope_key(weights, tensors),
         "general.file_type": 0,  # set once the types are chosen
         "general.quantization_version": _QUANTIZATION_VERSION,
     }
+
+
+def _longrope_key(weights: ModelWeights, tensors: list[SourceTensor]) -> dict[str, str]:
+    """llama.cpp looks for the two sets of factors only in a file that says it has them."""
+    has_both = any(tensor.name == "rope_factors_long.weight" for tensor in tensors)
+    return {f"{weights.family.gguf_arch}.rope.scaling.type": "longrope"} if has_both else {}
 
 
 def _rope_warnings(config: ModelConfig) -> list[str]:

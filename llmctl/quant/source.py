@@ -103,14 +103,14 @@ def _with_rule(checkpoint: GgufCheckpoint, metadata: dict[str, Any], pre: str) -
     return {**metadata, "tokenizer.ggml.pre": pre}
 
 
-def gguf_order(name: str, modules: list[str]) -> tuple[int, int, str]:
+def gguf_order(name: str, modules: list[str]) -> tuple[int, int, bool, str]:
     """Where a GGUF tensor comes in the file: what precedes the layers, the layers in order, what follows them.
 
     modules: those of a layer, in the order of the forward pass.
     """
-    module = name.rpartition(".")[0]
+    module, _, kind = name.rpartition(".")
     if found := _LAYER.match(name):
         inner = module[found.end() :]
-        return int(found[1]), modules.index(inner) if inner in modules else len(modules), name
+        return int(found[1]), modules.index(inner) if inner in modules else len(modules), kind != "weight", name
     after = module in ("output_norm", "output")
-    return (1 << 30 if after else -1), int(module == "output"), name
+    return (1 << 30 if after else -1), int(module == "output"), kind != "weight", name

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from llmctl.errors import LlmctlError, UnsupportedError
 from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
 from llmctl.runtime.tokenizer.folder_source import describe_folder
@@ -12,10 +15,16 @@ from llmctl.runtime.tokenizer.same_ids import find_difference
 
 
 def tokenizer_keys(
-    checkpoint: SafetensorsCheckpoint, rows: int, *, pre: str | None = None, drop_surplus: bool = False
+    checkpoint: SafetensorsCheckpoint,
+    rows: int,
+    beside: Mapping[str, Any],
+    *,
+    pre: str | None = None,
+    drop_surplus: bool = False,
 ) -> TokenizerMetadata:
     """The tokenizer.* keys for a model with `rows` rows of embedding.
 
+    beside: the other keys of the file, since readers look at some of them too.
     They are read back as from a file, and both tokenizers must give the same ids for texts of every kind: UnsupportedError
     with the first difference. With `pre` the user vouches for the rule, and a difference is a warning.
     Other errors: those of `gguf_metadata` and of a tokenizer that cannot be read; ModelNotFoundError if there is none.
@@ -23,7 +32,7 @@ def tokenizer_keys(
     try:
         description = describe_folder(checkpoint.folder)
         made = gguf_metadata(description, rows, pre=pre, drop_surplus=drop_surplus)
-        expected, found = build_tokenizer(description), build_tokenizer(describe_gguf(made.keys))
+        expected, found = build_tokenizer(description), build_tokenizer(describe_gguf({**beside, **made.keys}))
     except LlmctlError as error:
         raise type(error)(_located(str(error), checkpoint)) from error
     added = [token.text for token in description.facts.added if token.id < rows]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from llmctl.errors import FormatError, UnsupportedError
+from llmctl.runtime.checkpoint.string_array import StringArray
 from llmctl.runtime.tokenizer import pre_tokenizers
 from llmctl.runtime.tokenizer.bpe import MARKER
 from llmctl.runtime.tokenizer.description import Description
@@ -54,7 +55,7 @@ def gguf_metadata(
     spelling = _byte_level_keys(description, pre) if byte_level else _marker_keys(description, rows, made.warnings)
     made.keys[f"{_KEY}model"] = spelling.pop("model")
     made.keys[f"{_KEY}pre"] = spelling.pop("pre")
-    made.keys[f"{_KEY}tokens"] = _spelled(texts, types)
+    made.keys[f"{_KEY}tokens"] = StringArray.encode(texts if byte_level else _spelled(texts, types))
     made.keys[f"{_KEY}token_type"] = np.array(types, np.int32)
     made.keys |= {f"{_KEY}{name}": value for name, value in spelling.items()}
     _add_special(made, facts, rows)
@@ -82,7 +83,7 @@ def _fitted(description: Description, rows: int, drop_surplus: bool) -> tuple[li
 
 
 def _spelled(texts: list[bytes], types: list[int]) -> list[bytes]:
-    """GGUF keeps user-defined tokens as they stand in text, with plain spaces, and all other pieces with ▁."""
+    """GGUF keeps user-defined tokens of SentencePiece as they stand in text, with plain spaces, and all other pieces with ▁."""
     marker = MARKER.encode()
     return [
         text.replace(marker, b" ") if kind == TokenType.USER_DEFINED else text for text, kind in zip(texts, types, strict=True)
@@ -100,7 +101,7 @@ def _byte_level_keys(description: Description, pre: str | None) -> dict[str, Any
                 f"GGUF has no name for how this tokenizer splits text ({_describe(settings['pre_tokenizer'])}"
                 f"{', ignore_merges' if settings['ignore_merges'] else ''}); --pre NAME says which rule to write"
             )
-    return {"model": "gpt2", "pre": pre, "merges": [_merge_text(pair) for pair in description.merges or []]}
+    return {"model": "gpt2", "pre": pre, "merges": StringArray.encode(map(_merge_text, description.merges or []))}
 
 
 def _describe(pre_tokenizer: Any) -> str:
