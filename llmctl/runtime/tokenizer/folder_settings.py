@@ -133,8 +133,8 @@ def _collect_special(source: Mapping[str, Any], settings: FolderSettings) -> Non
         if name in _NAMED and text is not None:
             settings.named.setdefault(name, text)
         elif name in _EXTRA:
-            values = value.values() if isinstance(value, dict) and "content" not in value else value or []
-            settings.extra += [text for one in values if (text := _text(one)) is not None]
+            values = list(value.values()) if isinstance(value, dict) else value
+            settings.extra += [text for one in values if (text := _text(one))] if isinstance(values, list) else []
         elif name.endswith("_token") and text is not None:
             settings.extra.append(text)
 

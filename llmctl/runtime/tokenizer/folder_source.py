@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from llmctl.errors import FormatError, LlmctlError, ModelNotFoundError
+from llmctl.runtime.checkpoint.files import exists
 from llmctl.runtime.tokenizer.description import Description, name_special, retype
 from llmctl.runtime.tokenizer.facts import Facts, TokenType
 from llmctl.runtime.tokenizer.folder_settings import (
@@ -30,6 +31,8 @@ from llmctl.runtime.tokenizer.tokenizer_json import (
 
 _DOCUMENT = "tokenizer.json"
 _MODEL = "tokenizer.model"
+_NOT_READ = ("vocab.json", "merges.txt", "tekken.json", "tiktoken.model", "vocab.txt", "spiece.model")
+_MAX_BYTES = 1 << 30
 _SETTLED_SECONDS = 2.0  # coarsest time stamp of a file system in use
 
 
@@ -86,7 +89,10 @@ def _spm_beside(path: Path) -> SpmModel | None:
 def _from_model(path: Path, settings: FolderSettings) -> Description:
     data = _content(path)
     if data is None:
-        raise ModelNotFoundError(f"{path.parent}: no tokenizer: neither {_DOCUMENT} nor {_MODEL} is there")
+        others = [name for name in _NOT_READ if exists(path.with_name(name))]
+        hint = f"; {', '.join(others)} cannot be read: save the tokenizer once with transformers, which writes {_DOCUMENT}"
+        missing = f"{path.parent}: no tokenizer: neither {_DOCUMENT} nor {_MODEL} is there"
+        raise ModelNotFoundError(missing + (hint if others else ""))
     try:
         return describe_model(read_spm_model(data), settings)
     except LlmctlError as error:
@@ -142,6 +148,9 @@ def _base64(charsmap: bytes) -> str | None:
 
 
 def _content(path: Path) -> bytes | None:
+    stat = _stat(path)
+    if stat is not None and stat.st_size > _MAX_BYTES:
+        raise FormatError(f"{path}: {stat.st_size} bytes are no tokenizer, the limit is {_MAX_BYTES}")
     try:
         return path.read_bytes()
     except FileNotFoundError:

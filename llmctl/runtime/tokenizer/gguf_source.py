@@ -45,46 +45,48 @@ def describe_gguf(metadata: Mapping[str, Any], *, pre: str | None = None) -> Des
     pre: name of the pre-tokenizer rule, in place of the file's.
     Errors: UnsupportedError for other kinds of tokenizer and unknown rules, FormatError for inconsistent metadata.
     """
-    model = metadata.get(f"{_KEY}model")
+    model = metadata.get(f"{_KEY}model", "none")
+    if not isinstance(model, str):
+        raise FormatError(f"{_KEY}model must be a string, found {str(model)[:40]!r}")
     if model == "llama":
         return _describe_spm(metadata)
     if model in ("gpt2", "gemma4"):
         return _describe_bpe(metadata, pre or ("gemma4" if model == "gemma4" else metadata.get(f"{_KEY}pre")))
-    if model in (None, "none", "no_vocab"):
+    if model in ("none", "no_vocab"):
         raise UnsupportedError("the file carries no tokenizer (tokenizer.ggml.model)")
     raise UnsupportedError(f"tokenizer.ggml.model is {model!r}; supported are 'gpt2' (BPE) and 'llama' (SentencePiece BPE)")
 
 
 def _describe_spm(metadata: Mapping[str, Any]) -> Description:
     texts, types = _vocabulary(metadata)
-    scores = metadata.get(f"{_KEY}scores")
-    if scores is None or len(scores) < len(texts):
-        raise FormatError(f"{_KEY}scores has {0 if scores is None else len(scores)} entries for {len(texts)} tokens")
+    scores = _numbers(metadata, "scores", len(texts), "fiu")
     facts = _facts(metadata, "sentencepiece", texts, types, default_bos=1, default_eos=2, default_unk=0, add_bos=True)
-    prefix = "always" if metadata.get(f"{_KEY}add_space_prefix", True) else "never"
+    prefix = "always" if _flag(metadata, "add_space_prefix", True) else "never"
     facts.settings = {
         "prefix": prefix,
         "prefix_unless_space": False,
         "strip_space": prefix == "always",
-        "collapse": bool(metadata.get(f"{_KEY}remove_extra_whitespaces", False)),
+        "collapse": _flag(metadata, "remove_extra_whitespaces", False),
         "charsmap": None,
         "unk": facts.unk_token_id,
     }
     for token_id in np.flatnonzero(types == TokenType.USER_DEFINED).tolist():
         # Stored with plain spaces, while every other piece has ▁.
         texts[token_id] = texts[token_id].replace(b" ", MARKER.encode())
-    return Description(facts, texts, types, scores=scores[: len(texts)])
+    return Description(facts, texts, types, scores=scores)
 
 
 def _describe_bpe(metadata: Mapping[str, Any], pre: str | None) -> Description:
     if pre is None:
         _log.warning("the file names no pre-tokenizer rule (tokenizer.ggml.pre): 'default' is used, ids may be wrong")
         pre = "default"
+    if not isinstance(pre, str):
+        raise FormatError(f"{_KEY}pre must be a string, found {str(pre)[:40]!r}")
     rule = pre_tokenizers.rule(pre)
     texts, types = _vocabulary(metadata)
-    merges = metadata.get(f"{_KEY}merges")
-    if merges is None:
+    if f"{_KEY}merges" not in metadata:
         raise FormatError(f"{_KEY}merges is missing")
+    merges = _pairs(_strings(metadata, "merges"))
     facts = _facts(metadata, "bpe", texts, types, add_bos=rule.add_bos)
     escape = {"type": "Replace", "pattern": {"String": " "}, "content": MARKER}
     facts.settings = {
@@ -96,7 +98,7 @@ def _describe_bpe(metadata: Mapping[str, Any], pre: str | None) -> Description:
         "unk": None if rule.byte_level else facts.unk_token_id,
         "fuse_unk": False,
     }
-    return Description(facts, texts, types, merges=_pairs(_strings(merges)), index=_index(texts))
+    return Description(facts, texts, types, merges=merges, index=_index(texts))
 
 
 def _pairs(merges: list[bytes]) -> list[tuple[bytes, bytes]]:
@@ -112,10 +114,31 @@ def _pairs(merges: list[bytes]) -> list[tuple[bytes, bytes]]:
     return pairs
 
 
-def _strings(value: Any) -> list[bytes]:
+def _strings(metadata: Mapping[str, Any], name: str) -> list[bytes]:
+    """The array of strings under a key; [] if there is none."""
+    value = metadata.get(f"{_KEY}{name}", [])
     if hasattr(value, "tobytes_list"):
         return value.tobytes_list()
+    if not isinstance(value, list) or not all(isinstance(item, (str, bytes)) for item in value):
+        raise FormatError(f"{_KEY}{name} is no array of strings")
     return [item if isinstance(item, bytes) else item.encode("utf-8", "surrogatepass") for item in value]
+
+
+def _numbers(metadata: Mapping[str, Any], name: str, count: int, kinds: str) -> np.ndarray:
+    """The first `count` of the array of numbers under a key."""
+    value = metadata.get(f"{_KEY}{name}")
+    numbers = np.asarray([] if value is None else value)
+    if numbers.ndim != 1 or len(numbers) < count or numbers.dtype.kind not in kinds:
+        found = f"{numbers.dtype}{list(numbers.shape)}"
+        raise FormatError(f"{_KEY}{name} must hold a number for each of {count} tokens, found {found}")
+    return numbers[:count]
+
+
+def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = metadata.get(f"{_KEY}{name}", default)
+    if not isinstance(value, bool):
+        raise FormatError(f"{_KEY}{name} must be a bool, found {str(value)[:40]!r}")
+    return value
 
 
 def _index(texts: list[bytes]) -> dict[bytes, int]:
@@ -124,14 +147,12 @@ def _index(texts: list[bytes]) -> dict[bytes, int]:
 
 
 def _vocabulary(metadata: Mapping[str, Any]) -> tuple[list[bytes], np.ndarray]:
-    tokens = metadata.get(f"{_KEY}tokens")
-    if tokens is None or not len(tokens):
+    texts = _strings(metadata, "tokens")
+    if not texts:
         raise FormatError(f"{_KEY}tokens is missing or empty")
-    texts = _strings(tokens)
-    types = np.asarray(metadata.get(f"{_KEY}token_type", [TokenType.NORMAL] * len(texts)))
-    if types.ndim != 1 or len(types) < len(texts) or types.dtype.kind not in "iu":
-        raise FormatError(f"{_KEY}token_type holds {types.shape} {types.dtype} for {len(texts)} tokens")
-    types = types[: len(texts)]
+    if f"{_KEY}token_type" not in metadata:
+        return texts, np.full(len(texts), TokenType.NORMAL, np.uint8)
+    types = _numbers(metadata, "token_type", len(texts), "iu")
     return texts, np.where(np.isin(types, list(TokenType)), types, TokenType.NORMAL).astype(np.uint8)
 
 
@@ -159,9 +180,9 @@ def _facts(
         added=_added(metadata, texts, types),
         chat_templates=_templates(metadata),
     )
-    if metadata.get(f"{_KEY}add_bos_token", add_bos) and facts.bos_token_id is not None:
+    if _flag(metadata, "add_bos_token", add_bos) and facts.bos_token_id is not None:
         facts.prefix_ids = (facts.bos_token_id,)
-    if metadata.get(f"{_KEY}add_eos_token", False) and eos is not None:
+    if _flag(metadata, "add_eos_token", False) and eos is not None:
         facts.suffix_ids = (eos,)
     facts.named = name_special(facts, texts)
     return facts
@@ -183,7 +204,7 @@ def _special(metadata: Mapping[str, Any], name: str, types: np.ndarray, default:
         special = default is not None and default < len(types) and types[default] in (TokenType.CONTROL, TokenType.UNKNOWN)
         return default if special else None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(types):
-        _log.warning("%s is %r, which is none of the %d tokens: ignored", key, value, len(types))
+        _log.warning("%s is %s, which is none of the %d tokens: ignored", key, repr(value)[:40], len(types))
         return None
     return value
 

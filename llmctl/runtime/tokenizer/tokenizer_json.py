@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ _VOCABULARY_BEGIN = re.compile(rb'"vocab"\s*:\s*\{\s*')
 _MERGES_BEGIN = re.compile(rb'"merges"\s*:\s*\[')  # a token "merges" has a number behind it
 _MERGES_END = re.compile(rb"\]\s*\}\s*\}\s*\Z")
 _FIRST_COLON = re.compile(rb'"\s*(:\s*)\d')
-_BYTE_TEXT = re.compile("<0x[0-9A-Fa-f]{2}>")
+_BYTE_TEXTS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def read_document(path: Path, data: bytes) -> dict[str, Any]:
@@ -83,15 +84,36 @@ def describe_document(path: Path, document: Mapping[str, Any], settings: FolderS
 
     Errors: FormatError, UnsupportedError naming the file.
     """
+    with _structure_of(path):
+        return _describe_document(path, document, settings)
+
+
+def describe_pair(path: Path, document: Mapping[str, Any], spm: SpmModel, settings: FolderSettings) -> Description | None:
+    """The tokenizer with the pieces and scores of a tokenizer.model and all else from the tokenizer.json beside it.
+
+    document: see `read_document_beside`. None if it does what scores cannot. Errors as `describe_document`.
+    """
+    with _structure_of(path):
+        return _describe_pair(path, document, spm, settings)
+
+
+@contextmanager
+def _structure_of(path: Path) -> Iterator[None]:
+    """A document from a stranger may hold anything anywhere: what trips over it says so."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"{path}: not the structure of a tokenizer.json ({error!r})") from error
+
+
+def _describe_document(path: Path, document: Mapping[str, Any], settings: FolderSettings) -> Description:
     model = document["model"]
     vocabulary: dict[str, int] = model["vocab"]
     facts, types = _facts(path, document, settings)
     texts = _texts(facts, vocabulary)
     byte_level = _mentions(document, "ByteLevel")
     if model.get("byte_fallback"):
-        for text, token_id in vocabulary.items():
-            if types[token_id] == TokenType.NORMAL and _BYTE_TEXT.fullmatch(text):
-                types[token_id] = TokenType.BYTE
+        types[[vocabulary[text] for text in _BYTE_TEXTS if text in vocabulary]] = TokenType.BYTE
     facts.settings = {
         "pre_tokenizer": document.get("pre_tokenizer"),
         "normalizer": document.get("normalizer"),
@@ -108,11 +130,7 @@ def describe_document(path: Path, document: Mapping[str, Any], settings: FolderS
     return Description(facts, encoded, types, merges=merges, index=vocabulary)
 
 
-def describe_pair(path: Path, document: Mapping[str, Any], spm: SpmModel, settings: FolderSettings) -> Description | None:
-    """The tokenizer with the pieces and scores of a tokenizer.model and all else from the tokenizer.json beside it.
-
-    document: see `read_document_beside`. None if it does what scores cannot.
-    """
+def _describe_pair(path: Path, document: Mapping[str, Any], spm: SpmModel, settings: FolderSettings) -> Description | None:
     prefix = space_prefix(document)
     if prefix is None or not document["model"].get("byte_fallback") or spm.charsmap or spm.remove_extra_whitespaces:
         return None
@@ -167,6 +185,9 @@ def _facts(path: Path, document: Mapping[str, Any], settings: FolderSettings) ->
     by_text = {token.text: token.id for token in added}
     find: Callable[[str], int | None] = lambda text: by_text.get(text, vocabulary.get(text))  # noqa: E731
     facts.prefix_ids, facts.suffix_ids = _surroundings(document.get("post_processor"), find)
+    for token_id in (*facts.prefix_ids, *facts.suffix_ids):
+        if not isinstance(token_id, int) or not 0 <= token_id < size:
+            raise FormatError(f"{path}: post_processor adds the id {token_id!r}, which is none of the {size} tokens")
     settings.fill(facts, find)
     return facts, np.full(size, TokenType.NORMAL, np.uint8)
 

@@ -292,6 +292,9 @@ def test_bos_flags(tmp_path: Path) -> None:
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"no tokenizer: neither tokenizer\.json nor tokenizer\.model"):
         load_tokenizer(SimpleNamespace(kind="safetensors", folder=tmp_path))
+    (tmp_path / "tekken.json").touch()
+    with pytest.raises(ModelNotFoundError, match=r"tekken\.json cannot be read: save the tokenizer once"):
+        load_tokenizer(SimpleNamespace(kind="safetensors", folder=tmp_path))
 
 
 @pytest.mark.parametrize(

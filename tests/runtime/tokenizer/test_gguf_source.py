@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmctl.errors import FormatError, UnsupportedError
+from llmctl.errors import FormatError, LlmctlError, UnsupportedError
 from llmctl.runtime.checkpoint.string_array import StringArray
 from llmctl.runtime.tokenizer import Tokenizer
 from llmctl.runtime.tokenizer.gguf_source import content_parts, describe_gguf
@@ -209,17 +209,37 @@ def test_no_tokenizer(model: str | None) -> None:
         (bpe(merges=["a "]), "merges holds b'a ', which is no pair"),
         (bpe(merges=["a x"]), "needs the token b'x', which is not in the vocabulary"),
         (bpe(merges=["b a"]), "needs the token b'ba', which is not in the vocabulary"),
-        (bpe(token_type=np.ones(3, np.int32)), "token_type holds .* for 7 tokens"),
-        (bpe(token_type=np.ones(7, np.float32)), "token_type holds .*float32 for 7 tokens"),
+        (bpe(token_type=np.ones(3, np.int32)), "token_type must hold a number for each of 7 tokens, found int32\\[3\\]"),
+        (bpe(token_type=np.ones(7, np.float32)), "token_type must hold .* found float32\\[7\\]"),
+        (bpe(tokens=[1, 2]), "tokens is no array of strings"),
+        (bpe(merges="a b"), "merges is no array of strings"),
+        (bpe(pre=["gpt-2"]), "pre must be a string"),
+        (bpe(add_bos_token=1), "add_bos_token must be a bool, found '1'"),
+        (spm(add_space_prefix="yes"), "add_space_prefix must be a bool"),
         (bpe(("<x>", BYTE)), "byte token b'<x>' is not spelled <0xNN>"),
         (bpe(("<0x+1>", BYTE)), "is not spelled <0xNN>"),
-        (spm(scores=None), "scores has 0 entries for 8 tokens"),
-        (spm(scores=np.ones(7, np.float32)), "scores has 7 entries for 8 tokens"),
+        (spm(scores=None), "scores must hold a number for each of 8 tokens, found float64\\[0\\]"),
+        (spm(scores=np.ones(7, np.float32)), "scores must hold .* found float32\\[7\\]"),
     ],
 )
 def test_inconsistent_metadata_is_refused(metadata: dict[str, Any], message: str) -> None:
     with pytest.raises(FormatError, match=message):
         made(metadata)
+
+
+ODD_VALUES = [None, True, -1, 1 << 40, 1.5, "", "x", [], ["a"], [["a"]], np.zeros(0), np.zeros(3, np.int64), np.full(9, np.nan)]
+
+
+@pytest.mark.parametrize("base", [bpe(("<s>", CONTROL), bos_token_id=7), spm(("<0x41>", 0, BYTE))])
+def test_any_value_of_any_key_is_read_or_refused(base: dict[str, Any]) -> None:
+    names = ["add_bos_token", "add_eos_token", "add_space_prefix", "remove_extra_whitespaces", "pre", "scores", "eos_token_id"]
+    for key in {*base, *(f"tokenizer.ggml.{name}" for name in names), "tokenizer.chat_template", "general.name"}:
+        for value in ODD_VALUES:
+            list(content_parts(base | {key: value}))
+            try:
+                made(base | {key: value}).encode("ab <s>", parse_special=True)
+            except LlmctlError as error:
+                assert "\n" not in str(error)  # noqa: PT017
 
 
 def test_content_tells_every_change_of_the_tokenizer() -> None:

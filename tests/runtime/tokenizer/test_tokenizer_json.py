@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from llmctl.errors import FormatError, UnsupportedError
+from llmctl.errors import FormatError, LlmctlError, UnsupportedError
 from llmctl.runtime.tokenizer import Tokenizer
 from llmctl.runtime.tokenizer.folder_settings import FolderSettings
 from llmctl.runtime.tokenizer.load import build_tokenizer
@@ -212,6 +212,40 @@ def test_broken_documents_are_refused(change: Callable[[dict[str, Any]], Any], e
     data = broken(change)
     with pytest.raises(error, match=message):
         build_tokenizer(describe_document(PATH, read_document(PATH, data), FolderSettings())).encode("a")
+
+
+ODD_VALUES = [None, True, 1 << 40, "", [], {}, ["x"], [None], {"type": "x"}]
+
+
+def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """(container, key) of everything in a document; of long lists and objects the first few."""
+    items = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else [])
+    for key, inner in items[:6]:
+        found.append((value, key))
+        places(inner, found)
+    return found
+
+
+@pytest.mark.parametrize("name", ["added tokens", "llama-2, older", "llama-2, newer"])
+def test_anything_anywhere_is_read_or_refused(name: str) -> None:
+    library = MADE[name]()
+    library.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    document = json.loads(library.to_str())
+    few = [*list(document["model"]["vocab"])[:5], *"abs <>▁Ġ"]
+    document["model"] |= {"vocab": {text: i for i, text in enumerate(dict.fromkeys(few))}, "merges": []}
+    refused = 0
+    for container, key in places(document, []):
+        kept = container[key]
+        for odd in ODD_VALUES:
+            container[key] = odd
+            try:
+                read = read_document(PATH, json.dumps(document).encode())
+                build_tokenizer(describe_document(PATH, read, FolderSettings())).encode("a <s> b", parse_special=True)
+            except LlmctlError as error:
+                refused += 1
+                assert str(error).startswith(str(PATH))  # noqa: PT017
+        container[key] = kept
+    assert refused > 50
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b"null"])
