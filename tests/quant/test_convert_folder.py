@@ -289,3 +289,12 @@ def test_sampling_defaults_go_along(changed: Any, convert: Convert, tmp_path: Pa
     output = convert(folder, tmp_path / "out.gguf").output
     expected = {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "repetition_penalty": 1.25}
     assert sampling_defaults(open_checkpoint(output)) == sampling_defaults(open_checkpoint(folder)) == expected
+
+
+def test_a_rule_the_user_vouches_for_is_written_with_the_difference_said(tiny: Tiny) -> None:
+    source = open_source(tiny("llama"), pre="bloom")
+    assert source.metadata["tokenizer.ggml.pre"] == "bloom"
+    assert len(source.warnings) == 1
+    assert source.warnings[0].startswith("with the tokenizer written, ")
+    with pytest.raises(UnsupportedError, match="--pre is for byte-level BPE"):
+        open_source(tiny("gemma3"), pre="bloom")
