@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from make_tiny_model import make_tiny_model
 
 from llmctl.runtime.engine.model_runner import compute_logits
 from llmctl.runtime.loading import load_model
@@ -46,9 +47,9 @@ def folder(request: pytest.FixtureRequest, name: str) -> Path:
 
 
 @pytest.fixture
-def prompts(name: str) -> dict[str, dict[str, Any]]:
-    recorded = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))["prompts"]
-    return {key: recorded[key] for key in CHOSEN[name]}
+def recorded(name: str) -> dict[str, dict[str, Any]]:
+    """Prompt → text, ids and transformers' continuations."""
+    return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))["prompts"]
 
 
 @pytest.fixture
@@ -78,38 +79,58 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def test_f16_text_and_logits_are_the_same(
-    folder: Path, prompts: dict[str, Any], f16_logits: dict[str, Any], written: Any, run_ik_llama: Any
+    folder: Path, recorded: dict[str, Any], f16_logits: dict[str, Any], written: Any, run_ik_llama: Any
 ) -> None:
     path = written("convert", folder, "--type", "F16")
-    answer = run_ik_llama(path, [prompt["ids"] for prompt in prompts.values()], MAX_TOKENS)
-    found = {key: given["token_ids"] for key, given in zip(prompts, answer["prompts"], strict=True)}
-    assert found == {key: prompt["fp16"]["greedy"][:MAX_TOKENS] for key, prompt in prompts.items()}
-    for key, given in zip(prompts, answer["prompts"], strict=True):
-        ids, expected = f16_logits[key]
+    answer = run_ik_llama(path, [recorded[key]["ids"] for key in f16_logits], MAX_TOKENS)
+    for (key, (ids, expected)), given in zip(f16_logits.items(), answer["prompts"], strict=True):
+        assert given["token_ids"] == recorded[key]["fp16"]["greedy"][:MAX_TOKENS], key
         np.testing.assert_allclose(np.asarray(given["logits"])[ids], expected, atol=F16_TOLERANCE, rtol=0, err_msg=key)
 
 
-def test_the_converted_tokenizer_gives_the_same_ids(name: str, folder: Path, written: Any, run_ik_llama: Any) -> None:
-    path = written("convert", folder, "--type", "Q8_0")
-    recorded = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))["prompts"]
-    plain = {key: prompt for key, prompt in recorded.items() if prompt["text"] is not None}
-    answer = run_ik_llama(path, [[1, 2, 3]], 1, [prompt["text"] for prompt in plain.values()])
-    assert dict(zip(plain, answer["texts"], strict=True)) == {key: prompt["ids"] for key, prompt in plain.items()}
-
-
 @pytest.mark.parametrize("bits", [8, 4])
-def test_quantized_logits_are_the_same_up_to_rounded_activations(
-    bits: int, folder: Path, prompts: dict[str, Any], f16_logits: dict[str, Any], written: Any, run_ik_llama: Any
+def test_quantized_files_are_read_alike(
+    bits: int, folder: Path, recorded: dict[str, Any], f16_logits: dict[str, Any], written: Any, run_ik_llama: Any
 ) -> None:
     path = written("quantize", folder, "--method", "rtn", "--bits", bits)
-    short = [key for key in prompts if len(prompts[key]["ids"]) < 100]
-    answer = run_ik_llama(path, [prompts[key]["ids"] for key in short], 1)
+    short = [key for key in f16_logits if len(recorded[key]["ids"]) < 100]
+    plain = {key: prompt for key, prompt in recorded.items() if prompt["text"] is not None}
+    texts = [prompt["text"] for prompt in plain.values()]
+    answer = run_ik_llama(path, [recorded[key]["ids"] for key in short], 1, texts)
+    assert dict(zip(plain, answer["texts"], strict=True)) == {key: prompt["ids"] for key, prompt in plain.items()}
     model = load_model(path, ctx_size=1024)
     for key, given in zip(short, answer["prompts"], strict=True):
-        found, expected = np.asarray(given["logits"]), compute_logits(model, prompts[key]["ids"])[-1]
+        found, expected = np.asarray(given["logits"]), compute_logits(model, recorded[key]["ids"])[-1]
         assert distance(found, expected) < ROUNDED_ACTIVATIONS, key
         ids, unquantized = f16_logits[key]
         if bits == 4:  # near to our reading of this very file, not just to the model it was made of
             assert 2 * distance(found[ids], expected[ids]) < distance(found[ids], unquantized), key
     del model
     gc.collect()
+
+
+# What both readers know: ik_llama.cpp has no longrope for these families and ignores llama3's table of factors.
+PATTERN = [*["sliding_attention"] * 5, "full_attention", "sliding_attention"]  # GGUF knows no other for gemma3
+GEMMA3 = {"query_pre_attn_scalar": 32, "num_hidden_layers": 7, "layer_types": PATTERN}
+TINY = {
+    "llama-default": ("llama", {}),
+    "llama-linear": ("llama", {"rope": "linear"}),
+    "llama-yarn": ("llama", {"rope": "yarn"}),
+    "llama-bias": ("llama", {"attention_bias": True, "tie_word_embeddings": True}),
+    "gemma3-default": ("gemma3", GEMMA3),
+    "gemma3-linear": ("gemma3", {"rope": "linear", **GEMMA3}),
+    "gemma3-yarn": ("gemma3", {"rope": "yarn", **GEMMA3}),
+}
+TOKENIZERS = {"llama": "bpe", "gemma3": "sentencepiece"}
+
+
+@pytest.mark.parametrize("case", sorted(TINY))
+def test_uneven_heads_and_scaled_rope_survive_conversion(
+    tmp_path: Path, case: str, written: Any, run_ik_llama: Any
+) -> None:
+    family, choices = TINY[case]
+    folder = make_tiny_model(tmp_path / "tiny", family, tokenizer=TOKENIZERS[family], **choices)
+    path = written("convert", folder, "--type", "F32")
+    ids = np.random.default_rng(5).integers(3, 384, 49).tolist()  # beyond the original context and the window
+    found = run_ik_llama(path, [ids], 1)["prompts"][0]["logits"]
+    np.testing.assert_allclose(found, compute_logits(load_model(folder), ids)[-1], atol=F16_TOLERANCE, rtol=0)
