@@ -10,33 +10,21 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 from llmctl.errors import FormatError, OutputError
-from llmctl.kernels.formats.codecs import can_quantize
 from llmctl.kernels.formats.plain import CAST_LIMITS
 from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.quant.naming import file_name
 from llmctl.quant.recipe import RECIPES, Choice, Recipe, choose, head_name, is_matrix
 from llmctl.quant.rtn import Rounded, first_nonfinite, round_to_nearest
 from llmctl.quant.source import ModelSource, SourceTensor
+from llmctl.runtime.checkpoint.file_types import FILE_TYPES
 from llmctl.runtime.checkpoint.gguf_writer import GgufWriter, Typed, ValueType, refuse_same_file
 from llmctl.runtime.checkpoint.text import quoted
 
 Progress = Callable[[int, int], None]
-
-# Names of the file types only other programs make, for the names of files copied from theirs.
-_FILE_TYPE_NAMES = {recipe.file_type: recipe.name for recipe in RECIPES.values()} | {
-    10: "Q2_K",
-    11: "Q3_K_S",
-    12: "Q3_K_M",
-    13: "Q3_K_L",
-    14: "Q4_K_S",
-    15: "Q4_K_M",
-    16: "Q5_K_S",
-    17: "Q5_K_M",
-    18: "Q6_K",
-}
 
 
 @dataclass(frozen=True)
@@ -51,10 +39,7 @@ class PlannedTensor:
     @property
     def num_elements(self) -> int:
         """Logical elements."""
-        total = 1
-        for size in self.source.shape:
-            total *= size
-        return total
+        return prod(self.source.shape)
 
     @property
     def bytes_before(self) -> int:
@@ -135,15 +120,12 @@ def _kept_type(source: ModelSource, tensors: list[PlannedTensor]) -> tuple[str, 
         counts[tensor.format.name] += tensor.num_elements
     most = counts.most_common(1)[0][0] if counts else "F32"
     if source.kind == "gguf" and isinstance(stated, int):
-        return _FILE_TYPE_NAMES.get(stated, most), stated
+        return FILE_TYPES.get(stated, most), stated
     return most, RECIPES[most].file_type if most in RECIPES else 0
 
 
 def _nbytes(form: Format, shape: tuple[int, ...]) -> int:
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows * form.row_bytes(shape[-1] if shape else 1)
+    return prod(shape[:-1]) * form.row_bytes(shape[-1] if shape else 1)
 
 
 def output_path(plan: Plan, asked: Path | None, *, force: bool = False) -> Path:
@@ -212,7 +194,7 @@ def _round(plan: Plan, tensor: PlannedTensor, measure: bool, strict: bool, warni
     source = tensor.source
     try:
         weight = source.read()
-        if source.format == tensor.format or not can_quantize(tensor.format):
+        if source.format == tensor.format:
             _check_finite(weight, source, strict, warnings)
         return round_to_nearest(weight, tensor.format, measure=measure)
     except FormatError as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from llmctl.errors import UnsupportedError
 from llmctl.kernels.formats.spec import FORMATS, Format
+from llmctl.runtime.checkpoint.file_types import FILE_TYPES
 
 AUTO = "auto"
 
@@ -41,22 +42,12 @@ class Recipe:
     head: Format
 
 
-def _recipe(name: str, file_type: int, head: str | None = None) -> Recipe:
-    return Recipe(name, file_type, FORMATS[name], FORMATS[head or name])
-
+_FILE_TYPES = {name: number for number, name in FILE_TYPES.items()}
+# Type asked for → type of the head.
+_HEADS = {name: name for name in ("F32", "F16", "BF16", "Q8_0")} | dict.fromkeys(("Q5_1", "Q5_0", "Q4_1", "Q4_0"), "Q8_0")
 
 RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
-        _recipe("F32", 0),
-        _recipe("F16", 1),
-        _recipe("BF16", 32),
-        _recipe("Q8_0", 7),
-        _recipe("Q5_1", 9, head="Q8_0"),
-        _recipe("Q5_0", 8, head="Q8_0"),
-        _recipe("Q4_1", 3, head="Q8_0"),
-        _recipe("Q4_0", 2, head="Q8_0"),
-    )
+    name: Recipe(name, _FILE_TYPES[name], matrices=FORMATS[name], head=FORMATS[head]) for name, head in _HEADS.items()
 }
 
 
