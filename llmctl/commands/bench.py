@@ -194,7 +194,7 @@ def _row(model: LoadedModel, result: BenchResult) -> dict[str, Any]:
     }
 
 
-def _model_type(model: LoadedModel) -> str:
+def _model_type(model: LoadedModel | OpenedModel) -> str:
     """Family, size and type of the weights, as llama-bench names a model: llama 135M Q4_1."""
     from llmctl.runtime.checkpoint.file_types import file_type
 

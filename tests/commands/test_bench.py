@@ -12,6 +12,9 @@ import subprocess
 
 import pytest
 
+from llmctl.commands.bench import _model_type
+from llmctl.runtime.loading import open_model
+
 HEADER = (
     "| model                          |       size |     params | backend    | threads "
     "|            test |                  t/s |"
@@ -104,9 +107,16 @@ def test_several_models_and_repetitions(call, scripted, untemplated):
     assert seen == [(str(model), count) for model in (scripted, untemplated) for count in (1, 2)]
 
 
-def test_threads_are_really_set(llmctl, scripted):
-    done = llmctl("bench", scripted, "-p", "4", "-n", "0", "-t", "1,3", "-o", "jsonl", *QUICK, env={"OMP_NUM_THREADS": "2"})
-    assert [json.loads(line)["n_threads"] for line in done.stdout.splitlines()] == [1, 3]
+def test_threads_are_really_set(call, scripted):
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        done = call("bench", scripted, "-p", "4", "-n", "0", "-t", "1,3", "-o", "jsonl", *QUICK)
+        assert [json.loads(line)["n_threads"] for line in done.out.splitlines()] == [1, 3]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_number_types_show_when_they_are_not_the_usual_ones(call, scripted):
@@ -116,10 +126,9 @@ def test_number_types_show_when_they_are_not_the_usual_ones(call, scripted):
     assert [cell.strip() for cell in row.split("|")][6:8] == ["bfloat16", "f16"]
 
 
-def test_a_gguf_is_named_as_llama_bench_would(llmctl, smollm2_gguf):
-    done = llmctl("bench", smollm2_gguf, "-p", "8", "-n", "0", "-t", "1", *QUICK)
-    assert done.returncode == 0
-    assert "| llama 135M Q4_1                |  92.10 MiB |   134.52 M |" in done.stdout
+def test_a_gguf_is_named_as_llama_bench_would(smollm2_gguf):
+    opened = open_model(smollm2_gguf)
+    assert _model_type(opened) == "llama 135M Q4_1"
 
 
 @pytest.mark.parametrize(
