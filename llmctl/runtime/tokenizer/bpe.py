@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from operator import add
 from typing import Any, AnyStr
 
 from llmctl.errors import FormatError
@@ -44,10 +45,12 @@ def build_merges(index: Mapping[AnyStr, int], pairs: Sequence[Sequence[AnyStr]],
     """
     import numpy as np
 
+    firsts, seconds = zip(*pairs, strict=True) if pairs else ((), ())
     try:
-        left = np.array([index[a] for a, _ in pairs], np.uint64)
-        right = np.array([index[b] for _, b in pairs], np.uint64)
-        made = np.array([index[a + b] for a, b in pairs], np.uint32)
+        left, right, made = (
+            np.fromiter(map(index.__getitem__, texts), np.uint64, len(pairs))
+            for texts in (firsts, seconds, map(add, firsts, seconds))
+        )
     except KeyError as error:
         raise FormatError(f"a merge needs the token {error.args[0]!r}, which is not in the vocabulary") from None
     keys = left << np.uint64(32) | right
@@ -55,8 +58,8 @@ def build_merges(index: Mapping[AnyStr, int], pairs: Sequence[Sequence[AnyStr]],
     keys = keys[order]
     keep = np.concatenate([[True], keys[1:] != keys[:-1]]) if len(keys) else np.empty(0, bool)
     keep &= ~np.isin(made[order], barred)
-    order = order[keep]
-    return {"pairs": keys[keep].tobytes(), "ranks": order.astype(np.uint32).tobytes(), "made": made[order].tobytes()}
+    order, ids = order[keep].astype(np.uint32), made[order[keep]].astype(np.uint32)
+    return {"pairs": keys[keep].tobytes(), "ranks": order.tobytes(), "made": ids.tobytes()}
 
 
 def joiners(texts: Sequence[str]) -> str:

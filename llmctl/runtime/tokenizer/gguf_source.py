@@ -104,9 +104,10 @@ def _describe_bpe(metadata: Mapping[str, Any], pre: str | None) -> Description:
 def _pairs(merges: list[bytes]) -> list[tuple[bytes, bytes]]:
     """The halves of each merge, at its first space; a half may itself begin with one."""
     pairs = [(left, right) for left, _, right in [merge.partition(b" ") for merge in merges]]
+    if all(map(all, pairs)):
+        return pairs
     for place, merge in enumerate(merges):
-        left, right = pairs[place]
-        if not left or not right:
+        if not all(pairs[place]):
             at = merge.find(b" ", 1)
             if at < 0 or at + 1 == len(merge):
                 raise FormatError(f"{_KEY}merges holds {merge[:40]!r}, which is no pair")

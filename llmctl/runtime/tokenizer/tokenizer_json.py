@@ -51,7 +51,7 @@ def read_document_beside(path: Path, data: bytes, pieces: list[bytes]) -> dict[s
     seen in a tenth of it. None if it is another text (which may yet mean the same).
     """
     begin = _VOCABULARY_BEGIN.search(data)
-    merges = begin and _MERGES_BEGIN.search(data, begin.end())
+    merges = begin and _find_merges(data, begin.end())
     end = _MERGES_END.search(data, max(0, len(data) - 256))
     colon = begin and _FIRST_COLON.search(data, begin.end())
     if not (begin and merges and end and colon):
@@ -67,6 +67,14 @@ def read_document_beside(path: Path, data: bytes, pieces: list[bytes]) -> dict[s
     document = read_document(path, b"".join([data[: begin.end()], b'"":0', rest, merges[0], data[end.start() :]]))
     document["model"]["vocab"] = vocabulary
     return document
+
+
+def _find_merges(data: bytes, position: int) -> re.Match[bytes] | None:
+    while (position := data.find(b'"merges"', position)) >= 0:
+        if found := _MERGES_BEGIN.match(data, position):
+            return found
+        position += 1
+    return None
 
 
 def _check_vocabulary(path: Path, vocabulary: Any) -> None:
