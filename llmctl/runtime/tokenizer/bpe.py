@@ -30,7 +30,7 @@ _CACHED_LENGTH = 64  # characters of a word up to which its ids are kept
 def byte_letters() -> dict[int, str]:
     """The 256 letters byte-level vocabularies write bytes with: printable Latin-1 as itself, the rest from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in set(printable)]
+    rest = sorted({*range(256)} - {*printable})
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
 
 
