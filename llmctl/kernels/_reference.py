@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
-from llmctl.errors import UnsupportedError
+from llmctl.errors import OutOfMemoryError, UnsupportedError
 from llmctl.kernels.attention._reference import attention
 from llmctl.kernels.embedding._reference import embedding
 from llmctl.kernels.formats.codecs import dequantize
@@ -55,7 +57,13 @@ class ReferenceOps:
         return torch.from_numpy(array).to(self.device)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        return torch.empty(shape, dtype=_DTYPES[dtype], device=self.device)
+        try:
+            return torch.empty(shape, dtype=_DTYPES[dtype], device=self.device)
+        except RuntimeError as error:  # torch's own class only for devices
+            if "memory" not in str(error):
+                raise
+            wanted = math.prod(shape) * _DTYPES[dtype].itemsize
+            raise OutOfMemoryError(f"{wanted / 1e9:.1f} GB of {dtype} could not be allocated on {self.device}") from error
 
     def from_host(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

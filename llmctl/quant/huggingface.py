@@ -6,15 +6,14 @@ missing, misshapen or unexpected is found before anything is written. The metada
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmctl.errors import FormatError, LlmctlError, UnsupportedError
+from llmctl.errors import LlmctlError, UnsupportedError
 from llmctl.kernels.formats.codecs import dequantize
-from llmctl.kernels.formats.plain import CAST_LIMITS
 from llmctl.kernels.formats.spec import FORMATS
 from llmctl.quant.expressible import check_expressible
 from llmctl.quant.naming import describe_folder
@@ -30,8 +29,6 @@ from llmctl.runtime.models.decoder import Decoder
 from llmctl.runtime.models.gguf_config import factor_tensors, metadata_from_config
 from llmctl.runtime.models.weights import ModelWeights
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_WEIGHT_FORMATS = (*CAST_LIMITS, "F64")
 _QUANTIZATION_VERSION = 2  # of llama.cpp's block formats
 # Names of runtime.loading.sampling_defaults → GGUF keys below general.sampling.
 _SAMPLING = {
@@ -46,9 +43,8 @@ _SAMPLING = {
 def read_folder(checkpoint: SafetensorsCheckpoint, *, pre: str | None = None, drop_surplus: bool = False) -> ModelSource:
     """The model in a folder. Arguments and errors as `open_source`."""
     weights = ModelWeights(checkpoint)
-    _check_numbers(weights)
     names = _needed_names(weights)
-    dropped = _unneeded_names(weights, names)
+    dropped = weights.unneeded(names)
     tensors = _tensors(weights, names)
     metadata = _metadata(weights, tensors)
     tokenizer = tokenizer_keys(checkpoint, weights.config.vocab_size, metadata, pre=pre, drop_surplus=drop_surplus)
@@ -69,17 +65,6 @@ def _files(checkpoint: SafetensorsCheckpoint) -> list[Path]:
     """The weights and everything beside them: configs, tokenizer, template. GGUF files there are not read."""
     beside = [file for file in checkpoint.folder.iterdir() if file.suffix != ".gguf" and file not in checkpoint.files]
     return [*checkpoint.files, *beside]
-
-
-def _check_numbers(weights: ModelWeights) -> None:
-    """Refuse, by name, tensors that are not plain floating-point numbers."""
-    for name in weights.names():
-        try:
-            found = stored_format(weights.read(name)).name
-        except UnsupportedError as error:
-            raise UnsupportedError(f"{weights.checkpoint.path}: tensor {quoted(name)}: {error}") from error
-        if found not in _WEIGHT_FORMATS:
-            raise UnsupportedError(f"{weights.checkpoint.path}: tensor {quoted(name)} holds {found} numbers, expected weights")
 
 
 class _Recorder:
@@ -110,31 +95,6 @@ def _needed_names(weights: ModelWeights) -> list[str]:
     recorder = _Recorder(weights)
     Decoder(_NoOps(), recorder)
     return recorder.read_names
-
-
-def _unneeded_names(weights: ModelWeights, needed: Iterable[str]) -> list[str]:
-    """The other tensors, which are left out.
-
-    FormatError for those that would change the result: a head that differs from the embedding it is said to share, a bias
-    or scale of a module that should have none.
-    """
-    needed = set(needed)
-    modules = {name.rpartition(".")[0] for name in needed}
-    path, others = weights.checkpoint.path, [name for name in weights.names() if name not in needed]
-    for name in others:
-        if name == _HEAD:
-            if not _equal(weights.read(name), weights.read(_EMBEDDING)):
-                raise FormatError(
-                    f"{path}: config.json says tie_word_embeddings, but {_HEAD} differs from {_EMBEDDING}; "
-                    "correct the one or the other"
-                )
-        elif name.rpartition(".")[0] in modules:
-            raise FormatError(f"{path}: tensor {quoted(name)} has no place in the model config.json describes")
-    return [name for name in others if name != _HEAD]
-
-
-def _equal(left: np.ndarray, right: np.ndarray) -> bool:
-    return left.shape == right.shape and left.dtype == right.dtype and left.tobytes() == right.tobytes()
 
 
 def _tensors(weights: ModelWeights, names: list[str]) -> list[SourceTensor]:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmctl.errors import FormatError, ModelNotFoundError, OutOfMemoryError, UsageError
+from llmctl.errors import FormatError, LlmctlError, ModelNotFoundError, OutOfMemoryError, UsageError
 from llmctl.kernels.backend import KV_TYPES, make_ops
 from llmctl.kernels.ops import Ops
 from llmctl.runtime.cache.memory import bytes_per_token
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.checkpoint import Checkpoint
+from llmctl.runtime.checkpoint.files import read_json_object
 from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
+from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.decoder import Decoder
+from llmctl.runtime.models.hf_config import token_ids
 from llmctl.runtime.models.registry import family_by_model_type
 from llmctl.runtime.models.weights import ModelWeights
 from llmctl.runtime.tokenizer import Tokenizer, load_tokenizer
+
+_log = logging.getLogger(__name__)
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _CACHE_SHARE = 0.5  # of the memory left after the weights: the rest is for activations and everything else
@@ -83,9 +88,11 @@ class OpenedModel:
     def load(self, *, threads: int | None = None, progress: Callable[[int, int], None] | None = None) -> LoadedModel:
         """Prepare the weights for the backend. progress: called with (done, total) layers."""
         ops = make_ops(self.backend, self.device, self.dtype, threads)
+        decoder = Decoder(ops, self.weights, progress)
+        _name_unneeded(self.weights)
         return LoadedModel(
             config=self.config,
-            decoder=Decoder(ops, self.weights, progress),
+            decoder=decoder,
             ops=ops,
             checkpoint=self.checkpoint,
             tokenizer=self.tokenizer,
@@ -147,15 +154,11 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def _bare_config(path: Path) -> ModelConfig:
+    values = read_json_object(path)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelNotFoundError(f"{path}: no such file") from None
-    except (ValueError, OSError) as error:
-        raise FormatError(f"{path}: not a readable config.json: {error}") from None
-    if not isinstance(values, dict):
-        raise FormatError(f"{path}: a config.json holds an object, found {type(values).__name__}")
-    return family_by_model_type(values.get("model_type")).read_config(values)
+        return family_by_model_type(values.get("model_type")).read_config(values)
+    except LlmctlError as error:
+        raise type(error)(f"{path}: {str(error).removeprefix('config.json: ')}") from error
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -196,10 +199,23 @@ def _tokenizer(weights: ModelWeights) -> Tokenizer | None:
     return tokenizer
 
 
+def _name_unneeded(weights: ModelWeights) -> None:
+    """Say which tensors the model has no use for; FormatError for those it would be wrong without."""
+    if unneeded := weights.unneeded(weights.names_read):
+        more = f" and {len(unneeded) - 3} more" if unneeded[3:] else ""
+        _log.warning(
+            "%s: no part of the model its config describes, left out: %s%s",
+            weights.checkpoint.path,
+            ", ".join(map(quoted, unneeded[:3])),
+            more,
+        )
+
+
 def _end_tokens(weights: ModelWeights, tokenizer: Tokenizer | None) -> frozenset[int]:
     """The union of what the config, the generation config and the tokenizer call an end."""
+    path = weights.checkpoint.path
     generation = getattr(weights.checkpoint, "generation_config", {}).get("eos_token_id")
-    listed = generation if isinstance(generation, list) else [] if generation is None else [generation]
+    listed = token_ids(generation, f"{path}: generation_config.json: 'eos_token_id'")
     return frozenset({*weights.config.eos_token_ids, *listed, *(tokenizer.eos_token_ids if tokenizer else ())})
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from llmctl.errors import FormatError, UnsupportedError
 from llmctl.kernels.swiglu import ACTIVATIONS
 from llmctl.runtime.cache.memory import LayerShape
+from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models.rope import RopeConfig
 
 
@@ -67,71 +67,9 @@ class ModelConfig:
             raise FormatError(f"config.json: {self.num_layers} layers, but choices for {len(self.layers)}")
         if self.activation not in ACTIVATIONS:
             raise UnsupportedError(
-                f"config.json: activation {self.activation!r} is not supported; known: {', '.join(ACTIVATIONS)}"
+                f"config.json: activation {quoted(self.activation)} is not supported; known: {', '.join(ACTIVATIONS)}"
             )
 
     def kv_layers(self) -> tuple[LayerShape, ...]:
         """What each layer keeps in the KV cache."""
         return tuple(LayerShape(self.num_kv_heads, self.head_dim, layer.sliding_window) for layer in self.layers)
-
-
-class HfConfig:
-    """A config.json read strictly: every number is checked, and what is missing is named."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise FormatError(f"config.json: {key!r} is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise FormatError(f"config.json: {key!r} must be a positive integer, found {value!r}")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        """A number; `default` where the key is absent or null."""
-        value = self.optional_number(key)
-        return default if value is None else value
-
-    def optional_number(self, key: str) -> float | None:
-        """A number or None."""
-        value = self.values.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise FormatError(f"config.json: {key!r} must be a number, found {value!r}")
-        return float(value)
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        """A boolean."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise FormatError(f"config.json: {key!r} must be true or false, found {value!r}")
-        return value
-
-    def refuse(self, key: str, accepted: tuple[Any, ...], why: str) -> None:
-        """UnsupportedError when a key holds something this family's file does not assume."""
-        value = self.values.get(key)
-        if value is not None and value not in accepted:
-            raise UnsupportedError(f"config.json: {key} = {value!r} is not supported: {why}")
-
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """eos_token_id as a tuple, whether it is absent, an integer or a list."""
-        value = self.values.get("eos_token_id")
-        if value is None:
-            return ()
-        return tuple(value) if isinstance(value, list) else (int(value),)
-
-    def layer_types(self, num_layers: int) -> list[str] | None:
-        """The list of layer types, checked for length; None where the config has none."""
-        types = self.values.get("layer_types")
-        if types is None:
-            return None
-        known = ("full_attention", "sliding_attention")
-        if not isinstance(types, list) or len(types) != num_layers or any(t not in known for t in types):
-            raise UnsupportedError(f"config.json: layer_types must be {num_layers} of {' / '.join(known)}, found {types!r}")
-        return types

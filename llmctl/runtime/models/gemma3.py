@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmctl.errors import FormatError
 from llmctl.runtime.checkpoint.names import LAYER_NAMES, TOP_NAMES, GgufNames
-from llmctl.runtime.models.config import HfConfig, LayerConfig, ModelConfig
+from llmctl.runtime.models.config import LayerConfig, ModelConfig
 from llmctl.runtime.models.family import Family
+from llmctl.runtime.models.hf_config import HfConfig
 from llmctl.runtime.models.rope import RopeConfig
 
 LOCAL_THETA = 10000.0
@@ -15,10 +17,10 @@ PATTERN = 6  # five sliding layers, then one that sees everything
 
 def read_config(values: dict[str, Any]) -> ModelConfig:
     """Hugging Face Gemma3TextConfig (or the text part of a Gemma3Config) → ModelConfig."""
-    values = values.get("text_config") or values
+    values = _text_part(values)
     hf = HfConfig(values)
     hf.refuse("use_bidirectional_attention", (False,), "only causal Gemma 3 models can generate")
-    num_layers, head_dim = hf.integer("num_hidden_layers"), hf.integer("head_dim", 256)
+    num_layers, head_dim = hf.layers(), hf.head_dim(256)
     return ModelConfig(
         family=FAMILY.name,
         vocab_size=hf.integer("vocab_size", 262208),
@@ -29,21 +31,28 @@ def read_config(values: dict[str, Any]) -> ModelConfig:
         num_kv_heads=hf.integer("num_key_value_heads", 4),
         head_dim=head_dim,
         max_position_embeddings=hf.integer("max_position_embeddings", 131072),
-        rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
-        activation=values.get("hidden_activation") or "gelu_pytorch_tanh",
+        rms_norm_eps=hf.positive("rms_norm_eps", 1e-6),
+        activation=hf.text("hidden_activation", "gelu_pytorch_tanh"),
         tie_word_embeddings=hf.flag("tie_word_embeddings", True),
         layers=_layers(hf, num_layers, head_dim),
-        attention_scale=hf.number("query_pre_attn_scalar", 256) ** -0.5,
+        attention_scale=hf.positive("query_pre_attn_scalar", 256) ** -0.5,
         attention_bias=hf.flag("attention_bias"),
         attention_out_bias=hf.flag("attention_out_bias", hf.flag("attention_bias")),
         qk_norm=True,
         sandwich_norms=True,
         norm_offset=1.0,
         embedding_scale=hf.integer("hidden_size") ** 0.5,
-        attention_softcap=hf.optional_number("attn_logit_softcapping"),
-        final_softcap=hf.optional_number("final_logit_softcapping"),
+        attention_softcap=hf.optional_positive("attn_logit_softcapping"),
+        final_softcap=hf.optional_positive("final_logit_softcapping"),
         eos_token_ids=hf.eos_token_ids(),
     )
+
+
+def _text_part(values: dict[str, Any]) -> dict[str, Any]:
+    nested = values.get("text_config")
+    if nested is not None and not isinstance(nested, dict):
+        raise FormatError(f"config.json: text_config is {type(nested).__name__}, expected an object")
+    return nested or values
 
 
 def _layers(hf: HfConfig, num_layers: int, head_dim: int) -> tuple[LayerConfig, ...]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from llmctl.errors import FormatError
+from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.family import Family
+from llmctl.runtime.models.hf_config import MAX_COUNT, MAX_HEAD_DIM, MAX_LAYERS
 from llmctl.runtime.models.rope import RopeConfig, rope_frequencies
 
 # Hugging Face key, GGUF key below `{arch}.`, needed. The order is the order in which the converter writes them.
@@ -28,6 +31,10 @@ _KEYS = (
     ("attn_logit_softcapping", "attn_logit_softcapping", False),
     ("final_logit_softcapping", "final_logit_softcapping", False),
 )
+_LIMITS = {"num_hidden_layers": MAX_LAYERS, "head_dim": MAX_HEAD_DIM}
+_REAL = {"rms_norm_eps", "rope_theta", "rope_local_base_freq", "attn_logit_softcapping", "final_logit_softcapping"}
+# Where writers put a zero for what a model has not.
+_ZERO_IS_ABSENT = ("_logit_softcapping", ".rope.scaling.factor", ".rope.scaling.attn_factor")
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -41,7 +48,7 @@ def config_from_gguf(
     Raises FormatError naming a key that is missing or is not a number.
     """
     arch = family.gguf_arch
-    config = {hf: _number(metadata, f"{arch}.{key}", needed) for hf, key, needed in _KEYS}
+    config = {hf: _value(metadata, hf, f"{arch}.{key}", needed) for hf, key, needed in _KEYS}
     config = {key: value for key, value in config.items() if value is not None}
     config["model_type"], config["architectures"] = family.model_types[0], [family.hf_class]
     if "token_embd.weight" not in shapes:
@@ -57,25 +64,44 @@ def config_from_gguf(
     return family.complete_gguf(config)
 
 
+def _value(metadata: Mapping[str, Any], hf: str, key: str, needed: bool) -> int | float | None:
+    if hf in _REAL:
+        return _number(metadata, key, needed)
+    return _count(metadata, key, needed=needed, limit=_LIMITS.get(hf, MAX_COUNT))
+
+
 def _number(metadata: Mapping[str, Any], key: str, needed: bool) -> Any:
     value = metadata.get(key)
     if value is None and not needed:
         return None
-    if isinstance(value, (list, np.ndarray)) and len(value) and len(set(np.asarray(value).tolist())) == 1:
+    if isinstance(value, (list, np.ndarray)) and len(value) and all(one == value[0] for one in value):
         value = np.asarray(value).tolist()[0]  # per-layer values that are all alike
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise FormatError(f"metadata key {key!r} must be a number, found {'nothing' if value is None else repr(value)}")
+        raise FormatError(f"metadata key {key!r} must be a number, found {'nothing' if value is None else quoted(value)}")
+    if value == 0 and not needed and key.endswith(_ZERO_IS_ABSENT):
+        return None
+    if not 0 < value < math.inf:
+        raise FormatError(f"metadata key {key!r} must be above zero and finite, found {value}")
+    return value
+
+
+def _count(metadata: Mapping[str, Any], key: str, *, needed: bool = False, limit: int = MAX_COUNT) -> int | None:
+    value = _number(metadata, key, needed)
+    if value is not None and (not isinstance(value, int) or value > limit):
+        raise FormatError(f"metadata key {key!r} must be a whole number up to {limit}, found {value}")
     return value
 
 
 def _add_head_dim(config: dict[str, Any], metadata: Mapping[str, Any], arch: str) -> None:
     """Older files say the head size only through the rotary dimension, or not at all."""
-    value_length = _number(metadata, f"{arch}.attention.value_length", needed=False)
+    value_length = _count(metadata, f"{arch}.attention.value_length")
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if not head_dim:
+        raise FormatError(f"{arch}.embedding_length is less than {arch}.attention.head_count")
     if value_length not in (None, head_dim):
         raise FormatError(f"{arch}.attention.value_length is {value_length}, but key_length is {head_dim}")
     config["head_dim"] = head_dim
-    rotary = _number(metadata, f"{arch}.rope.dimension_count", needed=False)
+    rotary = _count(metadata, f"{arch}.rope.dimension_count")
     if rotary not in (None, head_dim):
         config["partial_rotary_factor"] = rotary / head_dim
 
@@ -84,12 +110,16 @@ def _add_rope_scaling(
     config: dict[str, Any], metadata: Mapping[str, Any], arch: str, factors: Mapping[str, np.ndarray]
 ) -> None:
     kind = metadata.get(f"{arch}.rope.scaling.type", "none")
+    if not isinstance(kind, str):
+        raise FormatError(f"metadata key '{arch}.rope.scaling.type' must be a string, found {quoted(kind)}")
     keys = ("factor", "original_context_length", "attn_factor", "yarn_beta_fast", "yarn_beta_slow")
     found = {key: _number(metadata, f"{arch}.rope.scaling.{key}", needed=False) for key in keys}
     original = found["original_context_length"]
     if "rope_freqs.weight" in factors:
         scaling = {"rope_type": "factors", "factors": factors["rope_freqs.weight"].tolist()}
     elif "rope_factors_long.weight" in factors:
+        if "rope_factors_short.weight" not in factors:
+            raise FormatError("the file has no tensor 'rope_factors_short.weight' beside 'rope_factors_long.weight'")
         scaling = {
             "rope_type": "longrope",
             "long_factor": factors["rope_factors_long.weight"].tolist(),
@@ -121,10 +151,15 @@ def _yarn_attention_factor(metadata: Mapping[str, Any], arch: str, found: dict[s
 
 
 def _add_token_ids(config: dict[str, Any], metadata: Mapping[str, Any]) -> None:
-    ends = [metadata[f"tokenizer.ggml.{key}"] for key in _END_TOKENS if f"tokenizer.ggml.{key}" in metadata]
-    config["eos_token_id"] = sorted({int(i) for i in ends})
-    if (bos := metadata.get("tokenizer.ggml.bos_token_id")) is not None:
-        config["bos_token_id"] = int(bos)
+    keys = [f"tokenizer.ggml.{key}" for key in (*_END_TOKENS, "bos_token_id")]
+    found = {key: metadata[key] for key in keys if key in metadata}
+    for key, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise FormatError(f"metadata key {key!r} must be a token id, found {quoted(value)}")
+    bos = found.pop("tokenizer.ggml.bos_token_id", None)
+    config["eos_token_id"] = sorted(set(found.values()))
+    if bos is not None:
+        config["bos_token_id"] = bos
 
 
 def metadata_from_config(config: ModelConfig, family: Family) -> dict[str, Any]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from llmctl.runtime.checkpoint.names import LAYER_NAMES, TOP_NAMES, GgufNames
-from llmctl.runtime.models.config import HfConfig, LayerConfig, ModelConfig
+from llmctl.runtime.models.config import LayerConfig, ModelConfig
 from llmctl.runtime.models.family import Family
+from llmctl.runtime.models.hf_config import HfConfig
 from llmctl.runtime.models.rope import RopeConfig
 
 
 def read_config(values: dict[str, Any]) -> ModelConfig:
     """Hugging Face LlamaConfig → ModelConfig."""
     hf = HfConfig(values)
-    num_layers, num_heads = hf.integer("num_hidden_layers"), hf.integer("num_attention_heads")
-    head_dim = hf.integer("head_dim", hf.integer("hidden_size") // num_heads)
+    num_layers, num_heads, head_dim = hf.layers(), hf.integer("num_attention_heads"), hf.head_dim()
     layer = LayerConfig(sliding_window=None, rope=RopeConfig.from_hf({**values, "head_dim": head_dim}))
     return ModelConfig(
         family=FAMILY.name,
@@ -26,8 +26,8 @@ def read_config(values: dict[str, Any]) -> ModelConfig:
         num_kv_heads=hf.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
         max_position_embeddings=hf.integer("max_position_embeddings", 2048),
-        rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
-        activation=values.get("hidden_act") or "silu",
+        rms_norm_eps=hf.positive("rms_norm_eps", 1e-6),
+        activation=hf.text("hidden_act", "silu"),
         tie_word_embeddings=hf.flag("tie_word_embeddings"),
         layers=(layer,) * num_layers,
         attention_scale=head_dim**-0.5,

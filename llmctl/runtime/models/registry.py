@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import difflib
 
-from llmctl.errors import UnsupportedError
+from llmctl.errors import FormatError, UnsupportedError
+from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models import gemma3, llama
 from llmctl.runtime.models.family import Family
 
 FAMILIES: tuple[Family, ...] = (llama.FAMILY, gemma3.FAMILY)
 
 
-def family_by_model_type(model_type: str | None) -> Family:
+def family_by_model_type(model_type: object) -> Family:
     """The family of a config.json; UnsupportedError naming the type and its nearest relatives."""
     known = {name: family for family in FAMILIES for name in family.model_types}
     return _pick(known, model_type, "config.json: model_type")
 
 
-def family_by_gguf_arch(arch: str | None) -> Family:
+def family_by_gguf_arch(arch: object) -> Family:
     """The family of a GGUF file; UnsupportedError naming the architecture and its nearest relatives."""
     return _pick({family.gguf_arch: family for family in FAMILIES}, arch, "general.architecture")
 
 
-def _pick(known: dict[str, Family], name: str | None, where: str) -> Family:
+def _pick(known: dict[str, Family], name: object, where: str) -> Family:
+    if name is None or (isinstance(name, str) and not name):
+        raise UnsupportedError(f"{where} is missing, so the architecture is unknown; known: {', '.join(known)}")
+    if not isinstance(name, str):
+        raise FormatError(f"{where} must be a string, found {quoted(name)}")
     if name in known:
         return known[name]
-    if not name:
-        raise UnsupportedError(f"{where} is missing, so the architecture is unknown; known: {', '.join(known)}")
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"the nearest known one is {near[0]!r}" if near else f"known: {', '.join(known)}"
-    raise UnsupportedError(f"{where} {name!r} is not supported yet; {hint}")
+    raise UnsupportedError(f"{where} {quoted(name)} is not supported yet; {hint}")

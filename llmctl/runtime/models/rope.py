@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from llmctl.errors import FormatError, UnsupportedError
+from llmctl.runtime.checkpoint.text import quoted
+from llmctl.runtime.models.hf_config import HfConfig, positive_number
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
 _ALIASES = {"none": "default", "su": "longrope", "mrope": "default"}
@@ -26,6 +28,9 @@ _REQUIRED = {
     "longrope": ("short_factor", "long_factor"),
     "factors": ("factors",),
 }
+_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor")
+_NUMBERS_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # zero is as good as absent
+_LISTS = ("short_factor", "long_factor", "factors")
 
 
 @dataclass(frozen=True)
@@ -56,22 +61,23 @@ class RopeConfig:
         Raises UnsupportedError for an unknown type, FormatError for a missing or senseless number.
         """
         parameters = _parameters(config, layer_type)
+        both = HfConfig({**config, **{key: value for key, value in parameters.items() if value is not None}})
         kind = str(parameters.get("rope_type") or parameters.get("type") or "default").lower()
         kind = _ALIASES.get(kind, kind)
         if kind not in ROPE_TYPES:
-            raise UnsupportedError(f"config.json: unknown rope type {kind!r}; known: {', '.join(ROPE_TYPES[:-1])}")
+            raise UnsupportedError(f"config.json: unknown rope type {quoted(kind)}; known: {', '.join(ROPE_TYPES[:-1])}")
         _check(kind, parameters)
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        max_position = int(config.get("max_position_embeddings") or 2048)
-        original = parameters.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-        return RopeConfig(
+        max_position = HfConfig(config).integer("max_position_embeddings", 2048)
+        rope = RopeConfig(
             kind=kind,
-            theta=float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0),
-            rotary_dim=int(head_dim * _partial(parameters, config)),
-            original_max_position=int(original or max_position),
+            theta=both.positive("rope_theta", 10000.0),
+            rotary_dim=_rotary_dim(both),
+            original_max_position=both.integer("original_max_position_embeddings", max_position),
             max_position=max_position,
             parameters=parameters,
         )
+        _check_table(rope)
+        return rope
 
 
 def _parameters(config: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
@@ -86,17 +92,42 @@ def _parameters(config: dict[str, Any], layer_type: str | None) -> dict[str, Any
     return dict(found)
 
 
-def _partial(parameters: dict[str, Any], config: dict[str, Any]) -> float:
-    return float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+def _rotary_dim(both: HfConfig) -> int:
+    """Elements of a head that rotate, in pairs."""
+    head_dim, share = both.head_dim(), both.positive("partial_rotary_factor", 1.0)
+    if share > 1 or int(head_dim * share) < 2 or int(head_dim * share) % 2:
+        raise FormatError(f"config.json: {share:g} of {head_dim} elements of a head rotate, expected an even number of them")
+    return int(head_dim * share)
 
 
 def _check(kind: str, parameters: dict[str, Any]) -> None:
+    """Every number the type's formula takes is a positive one, and those it needs are there."""
     for name in _REQUIRED.get(kind, ()):
         if parameters.get(name) is None:
             raise FormatError(f"config.json: rope type {kind!r} needs {name!r}, which is missing")
-    factor = parameters.get("factor")
-    if factor is not None and not (isinstance(factor, (int, float)) and factor > 0 and math.isfinite(factor)):
-        raise FormatError(f"config.json: rope factor must be a positive number, found {factor!r}")
+    for name in (*_NUMBERS, *_NUMBERS_OR_ZERO):
+        if parameters.get(name) not in ((None, 0) if name in _NUMBERS_OR_ZERO else (None,)):
+            positive_number(parameters[name], f"rope {name}")
+    if kind == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
+        raise FormatError("config.json: rope high_freq_factor must be above low_freq_factor")
+    for name in _LISTS:
+        value = parameters.get(name)
+        if value is not None and not isinstance(value, list):
+            raise FormatError(f"config.json: rope {name} must be a list of numbers, found {quoted(value)}")
+        for one in value or ():
+            positive_number(one, f"each number of rope {name}")
+
+
+def _check_table(rope: RopeConfig) -> None:
+    """Positive numbers may yet make no table: a base of one, two borders that are the same, a list of another length."""
+    for length in (None, rope.original_max_position + 1):
+        try:
+            with np.errstate(all="ignore"):
+                inv_freq, scaling = rope_frequencies(rope, length)
+        except (ArithmeticError, ValueError) as error:
+            raise FormatError(f"config.json: the numbers of rope type {rope.kind!r} make no frequencies: {error}") from None
+        if not (np.isfinite(inv_freq).all() and math.isfinite(scaling)):
+            raise FormatError(f"config.json: the numbers of rope type {rope.kind!r} make frequencies that are not finite")
 
 
 def rope_frequencies(rope: RopeConfig, seq_len: int | None = None) -> tuple[np.ndarray, float]:

@@ -6,17 +6,18 @@ GGUF keeps llama's q and k rows interleaved and gemma's norms plus one; both are
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from llmctl.errors import FormatError, UnsupportedError
+from llmctl.errors import FormatError, LlmctlError, UnsupportedError
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
 from llmctl.runtime.checkpoint.names import deinterleave_rows
 from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
+from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.family import Family
 from llmctl.runtime.models.gguf_config import FACTOR_TENSORS, config_from_gguf
@@ -27,23 +28,30 @@ _NESTED = re.compile(r"^(?:language_model\.model|model\.language_model)\.")
 _NOT_TEXT = re.compile(r"(?:^|\.)(?:vision_tower|vision_model|multi_modal_projector|embed_vision|audio_tower)\.")
 # Buffers that old folders saved beside the weights; they are computed here.
 _BUFFERS = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$")
+_WEIGHT_FORMATS = ("F64", "F32", "F16", "BF16")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class ModelWeights:
     """Named tensors of one model in canonical form, read lazily.
 
     family, config: what the checkpoint is. hf_config: the Hugging Face config dict (made up for a GGUF).
-    left_out: stored tensors that are not part of the text model.
+    left_out: stored tensors that are not part of the text model. names_read: Hugging Face names of those read so far.
     """
 
     def __init__(self, checkpoint: GgufCheckpoint | SafetensorsCheckpoint) -> None:
+        """Raises FormatError and UnsupportedError, naming the file."""
         self.checkpoint = checkpoint
-        source = _GgufSource(checkpoint) if isinstance(checkpoint, GgufCheckpoint) else _HfSource(checkpoint)
+        try:
+            source = _GgufSource(checkpoint) if isinstance(checkpoint, GgufCheckpoint) else _HfSource(checkpoint)
+        except LlmctlError as error:
+            raise type(error)(_located(error, checkpoint)) from error
         self._source = source
         self.family: Family = source.family
         self.hf_config: dict[str, Any] = source.hf_config
         self.config: ModelConfig = source.config
         self.left_out: list[str] = source.left_out
+        self.names_read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._source.stored
@@ -53,10 +61,55 @@ class ModelWeights:
         yield from self._source.stored
 
     def read(self, name: str) -> np.ndarray | QuantTensor:
-        """The tensor in Hugging Face's layout; FormatError naming it if the checkpoint lacks it."""
+        """The tensor in Hugging Face's layout.
+
+        FormatError naming it if the checkpoint lacks it, UnsupportedError if it holds no floating-point weights: codes
+        and float8 without their scales mean nothing.
+        """
         if name not in self:
             raise FormatError(f"{self.checkpoint.path}: tensor {name!r} is missing")
+        entry = self.checkpoint.entry(self._source.stored[name])
+        if entry.format.is_plain and entry.format.name not in _WEIGHT_FORMATS:
+            raise UnsupportedError(
+                f"{self.checkpoint.path}: tensor {quoted(entry.name)} holds {entry.format.name} numbers, "
+                f"expected one of {', '.join(_WEIGHT_FORMATS)}"
+            )
+        self.names_read.add(name)
         return self._source.read(name)
+
+    def unneeded(self, needed: Iterable[str]) -> list[str]:
+        """The tensors that are not among the needed ones: nothing of this model, and to be named to the user.
+
+        FormatError for those that would change the result: a head that differs from the embedding it is said to share, a
+        bias or scale of a module that should have none.
+        """
+        needed = set(needed)
+        modules = {name.rpartition(".")[0] for name in needed}
+        path, others = self.checkpoint.path, [name for name in self.names() if name not in needed]
+        for name in others:
+            if name == _HEAD:
+                if not _same_bytes(self.read(name), self.read(_EMBEDDING)):
+                    raise FormatError(
+                        f"{path}: config.json says tie_word_embeddings, but {_HEAD} differs from {_EMBEDDING}; "
+                        "correct the one or the other"
+                    )
+            elif name.rpartition(".")[0] in modules:
+                stored = self._source.stored[name]
+                raise FormatError(f"{path}: tensor {quoted(stored)} has no place in the model its config describes")
+        return [name for name in others if name != _HEAD]
+
+
+def _located(error: LlmctlError, checkpoint: GgufCheckpoint | SafetensorsCheckpoint) -> str:
+    """The message, led by the file it is about; a GGUF file has no config.json."""
+    message = str(error)
+    if isinstance(checkpoint, GgufCheckpoint):
+        message = message.removeprefix("config.json: ")
+    return message if str(checkpoint.path) in message else f"{checkpoint.path}: {message}"
+
+
+def _same_bytes(left: np.ndarray | QuantTensor, right: np.ndarray | QuantTensor) -> bool:
+    same_kind = isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and left.dtype == right.dtype
+    return same_kind and left.shape == right.shape and np.array_equal(left.view(np.uint8), right.view(np.uint8))
 
 
 class _GgufSource:
@@ -72,7 +125,7 @@ class _GgufSource:
         unknown = [name for name, hf in translated.items() if hf is None]
         if unknown:
             raise UnsupportedError(
-                f"{checkpoint.path}: tensor {unknown[0]!r} has no place in a {self.family.name} model"
+                f"{checkpoint.path}: tensor {quoted(unknown[0])} has no place in a {self.family.name} model"
                 + (f" (and {len(unknown) - 1} more)" if unknown[1:] else "")
             )
         self.stored = {hf: name for name, hf in translated.items()}
@@ -82,7 +135,10 @@ class _GgufSource:
         tensor = self.checkpoint.read(self.stored[name])
         spelling = self.family.gguf_names
         if heads_key := spelling.heads_key(name):
-            return deinterleave_rows(tensor, self.hf_config.get(heads_key) or self.config.num_heads)
+            heads = self.hf_config.get(heads_key) or self.config.num_heads
+            # Rows of another number are left as they are: who asked for the tensor says what is wrong with its shape.
+            fits = len(tensor.shape) > 0 and tensor.shape[0] == heads * self.config.head_dim
+            return deinterleave_rows(tensor, heads) if fits else tensor
         if spelling.has_offset_norm(name):
             return dequantize(tensor) - np.float32(1)
         return tensor
@@ -102,6 +158,9 @@ class _HfSource:
         self.left_out = [name for name in names if _NOT_TEXT.search(name)]
         text = [name for name in names if not _NOT_TEXT.search(name)]
         self.stored = {_canonical(name): name for name in text}
+        if len(self.stored) != len(text):
+            twice = next(name for name in text if self.stored[_canonical(name)] != name)
+            raise FormatError(f"{checkpoint.path}: tensor {quoted(twice)} is there twice, under two names of the same module")
 
     def read(self, name: str) -> np.ndarray | QuantTensor:
         return self.checkpoint.read(self.stored[name])

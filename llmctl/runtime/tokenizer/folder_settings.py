@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmctl.errors import FormatError
-from llmctl.runtime.checkpoint.files import exists, read_json_object
+from llmctl.runtime.checkpoint.files import exists, read_json_object, regular_size
 from llmctl.runtime.tokenizer.facts import AddedToken, Facts, end_token_ids
 
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -212,6 +212,7 @@ def template_files(folder: Path) -> list[Path]:
 
 
 def _template_text(path: Path) -> str:
+    regular_size(path)  # a pipe would be waited for
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

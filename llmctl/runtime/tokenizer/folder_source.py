@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from llmctl.errors import FormatError, LlmctlError, ModelNotFoundError
-from llmctl.runtime.checkpoint.files import exists
+from llmctl.runtime.checkpoint.files import exists, regular_size
 from llmctl.runtime.tokenizer.description import Description, name_special, retype
 from llmctl.runtime.tokenizer.facts import Facts, TokenType
 from llmctl.runtime.tokenizer.folder_settings import (
@@ -148,13 +148,13 @@ def _base64(charsmap: bytes) -> str | None:
 
 
 def _content(path: Path) -> bytes | None:
-    stat = _stat(path)
-    if stat is not None and stat.st_size > _MAX_BYTES:
-        raise FormatError(f"{path}: {stat.st_size} bytes are no tokenizer, the limit is {_MAX_BYTES}")
+    if not exists(path):
+        return None
+    size = regular_size(path)  # a pipe would be waited for
+    if size > _MAX_BYTES:
+        raise FormatError(f"{path}: {size} bytes are no tokenizer, the limit is {_MAX_BYTES}")
     try:
         return path.read_bytes()
-    except FileNotFoundError:
-        return None
     except OSError as error:
         raise FormatError(f"{path}: cannot be read ({error.strerror})") from error
 

@@ -36,6 +36,51 @@ def test_a_missing_or_senseless_size_is_named(key: str, value: Any) -> None:
         read(LLAMA, **{key: value})
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 2**40),
+        ("vocab_size", 10**4000),
+        ("head_dim", 2**31),
+        ("head_dim", 15),
+        ("num_attention_heads", 128),
+        ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", -1e-5),
+        ("rms_norm_eps", 10**400),
+        ("rope_theta", [1.0]),
+        ("rope_theta", float("inf")),
+        ("partial_rotary_factor", 2.0),
+        ("hidden_act", ["silu"]),
+        ("tie_word_embeddings", "yes"),
+        ("eos_token_id", "2"),
+        ("eos_token_id", [2, [3]]),
+        ("max_position_embeddings", {"a": 1}),
+        ("rope_scaling", ["linear"]),
+    ],
+)
+def test_no_value_is_used_unseen(key: str, value: Any) -> None:
+    """One error of a line, whatever stands there, before it costs time or memory."""
+    with pytest.raises(FormatError) as caught:
+        read(LLAMA, **{"head_dim": ... if key == "num_attention_heads" else 16, key: value})
+    assert len(str(caught.value)) < 300
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("query_pre_attn_scalar", 0), ("final_logit_softcapping", -3), ("text_config", [1])]
+)
+def test_gemma3_numbers_that_cannot_be(key: str, value: Any) -> None:
+    with pytest.raises(FormatError, match=key):
+        read(GEMMA3, **{key: value})
+
+
+@pytest.mark.parametrize("value", [["llama"], 5, {"a": 1}, True])
+def test_an_architecture_that_is_no_name(value: Any) -> None:
+    for find in (family_by_model_type, family_by_gguf_arch):
+        with pytest.raises(FormatError, match="must be a string"):
+            find(value)
+
+
 def test_old_llama_configs_without_kv_heads_and_head_dim() -> None:
     config = read(LLAMA, num_key_value_heads=..., head_dim=..., hidden_size=96)
     assert (config.num_kv_heads, config.head_dim) == (6, 16)

@@ -92,6 +92,17 @@ def test_gemma3_scaling_touches_the_global_layers_only() -> None:
         ({"llama.attention.head_count": [6, 4]}, "llama.attention.head_count"),
         ({"llama.attention.value_length": 32}, "value_length"),
         ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": "big"}, "rope.scaling.factor"),
+        ({"llama.block_count": 2**31 - 1}, "llama.block_count"),
+        ({"llama.context_length": 2**64 - 1}, "llama.context_length"),
+        ({"llama.context_length": float("nan")}, "llama.context_length"),
+        ({"llama.embedding_length": [[1], [1]]}, "llama.embedding_length"),
+        ({"llama.embedding_length": 3, "llama.attention.key_length": None}, "embedding_length"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("inf")}, "layer_norm_rms_epsilon"),
+        ({"llama.rope.freq_base": -1.0}, "rope.freq_base"),
+        ({"llama.rope.dimension_count": 2**31 - 1}, "rotate"),
+        ({"llama.rope.scaling.type": np.array([1, 2])}, "rope.scaling.type"),
+        ({"tokenizer.ggml.eos_token_id": "two"}, "eos_token_id"),
+        ({"tokenizer.ggml.bos_token_id": np.array([1])}, "bos_token_id"),
     ],
 )
 def test_broken_metadata_is_named(change: dict[str, Any], named: str) -> None:
@@ -114,3 +125,18 @@ def test_heads_and_biases_are_told_by_the_tensors() -> None:
     shapes = {**SHAPES, "output.weight": (100, 64), "blk.0.attn_q.bias": (96,)}
     config = family.read_config(config_from_gguf(metadata, family, shapes, {}))
     assert (config.tie_word_embeddings, config.attention_bias, config.attention_out_bias) == (False, True, False)
+
+
+def test_zero_stands_for_a_scaling_or_cap_that_is_not_there() -> None:
+    family = family_by_model_type("llama")
+    zeros = {"llama.rope.scaling.factor": 0.0, "llama.final_logit_softcapping": 0.0}
+    metadata = {**metadata_from_config(family.read_config(CONFIG), family), **zeros}
+    config = family.read_config(config_from_gguf(metadata, family, SHAPES, {}))
+    assert (config.final_softcap, config.layers[0].rope.kind) == (None, "default")
+
+
+def test_long_factors_need_the_short_ones() -> None:
+    family = family_by_model_type("llama")
+    metadata = metadata_from_config(family.read_config(CONFIG), family)
+    with pytest.raises(FormatError, match="rope_factors_short"):
+        config_from_gguf(metadata, family, SHAPES, {"rope_factors_long.weight": np.ones(16, np.float32)})

@@ -152,3 +152,26 @@ def test_a_list_of_the_wrong_length_is_an_error_with_both_lengths() -> None:
     config["rope_scaling"]["long_factor"] = [1.0] * (HEAD_DIM // 2 - 1)
     with pytest.raises(FormatError, match=f"{HEAD_DIM // 2 - 1}.*{HEAD_DIM // 2}"):
         rope_frequencies(RopeConfig.from_hf(config), 96)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("yarn", {"rope_theta": 1.0}),
+        ("yarn", {"beta_fast": "many"}),
+        ("yarn", {"beta_fast": -1}),
+        ("yarn", {"attention_factor": math.nan}),
+        ("yarn", {"original_max_position_embeddings": 1.5}),
+        ("llama3", {"high_freq_factor": 1.0, "low_freq_factor": 1.0}),
+        ("longrope", {"long_factor": ["a"] * (HEAD_DIM // 2)}),
+        ("longrope", {"long_factor": [0.0] * (HEAD_DIM // 2)}),
+        ("longrope", {"short_factor": {"a": 1}}),
+        ("longrope", {"original_max_position_embeddings": 1}),
+        ("linear", {"partial_rotary_factor": 0.1}),
+    ],
+)
+def test_numbers_that_make_no_table_are_refused_when_they_are_read(name: str, changes: dict) -> None:
+    config = copy.deepcopy(spellings(name)["rope_parameters"])
+    config["rope_parameters"] |= changes
+    with pytest.raises(FormatError, match=r"config\.json: "):
+        RopeConfig.from_hf(config)
