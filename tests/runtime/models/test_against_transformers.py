@@ -9,6 +9,7 @@ differs, in transformers as here, from the same tokens as one prompt; both ways 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,30 @@ def test_every_choice_moves_the_logits(
     """A choice that changes nothing could be ignored by us without any test noticing."""
     chosen = reference_logits(make_tiny_model(tmp_path, family, **choices), token_ids(LENGTH))
     assert np.abs(chosen - plain_logits(family)).max() > 100 * TOLERANCE
+
+
+OLD_SPELLINGS = {
+    "llama": {"rope_theta": 20_000.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "gemma3": {
+        "rope_theta": 500_000.0,
+        "rope_local_base_freq": 20_000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "sliding_window_pattern": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("family", sorted(OLD_SPELLINGS))
+def test_configs_as_written_before_transformers_5(tmp_path: Path, family: str) -> None:
+    folder = make_tiny_model(tmp_path, family)
+    config = json.loads((folder / "config.json").read_text())
+    new_keys = ("rope_parameters", "layer_types", "_sliding_window_pattern", "sliding_window_pattern")
+    old = {key: value for key, value in config.items() if key not in new_keys} | OLD_SPELLINGS[family]
+    unscaled = reference_logits(folder, token_ids(LENGTH))
+    (folder / "config.json").write_text(json.dumps(old))
+    expected = reference_logits(folder, token_ids(LENGTH))
+    assert np.abs(expected - unscaled).max() > 100 * TOLERANCE
+    assert_close(our_logits(folder, token_ids(LENGTH)), expected)
 
 
 def test_attention_softcap_of_gemma3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
