@@ -15,12 +15,26 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line (sys.argv without it) and return the process's exit code."""
+    """Run one command line and return its exit code. Without arguments it is the process's own, signals included."""
+    if arguments is not None:
+        return _run(arguments)
+    try:
+        from llmctl.commands import signals
+
+        signals.exit_on_termination()
+        code = _run(sys.argv[1:])
+        signals.end_at_once()
+        return code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         from llmctl.commands import console
 
         console.prepare_streams()
-        code = _invoke(list(sys.argv[1:] if arguments is None else arguments))
+        code = _invoke(list(arguments))
         console.finish()
         return code
     except BaseException as failure:

@@ -79,11 +79,9 @@ def bench(
     with 512 tokens in the cache. Mean and standard deviation are those of the repetitions, in tokens per second.
     """
     from llmctl.commands.bench_output import make_printer
-    from llmctl.commands.signals import exit_on_sigterm
 
     if json and output is not None:
         raise UsageError(f"--json and -o {output} were both given: choose one")
-    exit_on_sigterm()
     depths = number_list(n_depth or ["0"], "-d")
     tests = list(_tests(number_list(n_prompt or ["512"], "-p"), number_list(n_gen or ["128"], "-n"), _pairs(pg or []), depths))
     counts = number_list(repetitions or ["5"], "-r", minimum=1)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: what is under way ends at a sound point, with no traceback and the terminal as it was."""
+"""Ctrl-C, SIGTERM, SIGHUP: what is under way ends at a sound point, with no traceback and the terminal as it was."""
 
 from __future__ import annotations
 
@@ -8,17 +8,27 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-TERMINATED = 128 + signal.SIGTERM
+_ENDING = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 
-def exit_on_sigterm() -> None:
-    """Let SIGTERM unwind the program like an exit, so that files, terminal and bars are put in order."""
+def exit_on_termination() -> None:
+    """Let SIGTERM, and SIGHUP of a closed terminal, unwind the program like an exit, so that half-written files go away and
+    the terminal is put in order. What is ignored (SIGHUP under nohup) stays ignored."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(TERMINATED)
+        raise SystemExit(128 + signum)
 
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, leave)
+    for number in _ENDING:
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, leave)
+
+
+def end_at_once() -> None:
+    """The work is done and its exit code known: from here a signal ends the process with no traceback from the interpreter's
+    own shutdown."""
+    for number in (signal.SIGINT, *_ENDING):
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
