@@ -108,7 +108,7 @@ class ChatLoop:
                 if line.startswith("/"):
                     if self._commands.run(line):
                         return
-                elif line.strip():
+                elif _unquoted(line).strip():
                     self._ask(_unquoted(line))
             except LlmctlError as error:
                 console.error(str(error))
@@ -131,8 +131,8 @@ class ChatLoop:
         typed = self._prompt.default_buffer.text
         if not typed and self._is_leaving:
             return None
+        self._is_leaving = not typed
         if not typed:
-            self._is_leaving = True
             console.result(FAREWELL)
         return ""
 

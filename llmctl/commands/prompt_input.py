@@ -65,9 +65,17 @@ def join_prompt(piped: str | None, file_text: str | None, prompt: str | None) ->
     parts = [part for part in (piped, file_text) if part is not None]
     if prompt is None:
         return _lines(parts[:-1]) + parts[-1].removesuffix("\n").removesuffix("\r") if parts else None
-    if any(0xD800 <= ord(c) < 0xE000 for c in prompt):
-        raise UsageError("the prompt argument is not valid UTF-8")
     return _lines(parts) + prompt
+
+
+def text_argument(text: str, what: str) -> str:
+    """An argument that the model is to read, as UTF-8 whatever the locale. Errors: UsageError if its bytes are not."""
+    if not any(0xD800 <= ord(c) < 0xE000 for c in text):
+        return text
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeError:
+        raise UsageError(f"{what} is not valid UTF-8") from None
 
 
 def _lines(parts: list[str]) -> str:

@@ -105,10 +105,8 @@ def run(
     With a prompt (an argument, -p, -f, piped stdin) its answer goes to stdout. Without one, on a terminal, a chat begins.
     Sampling: the command line beats what the model's file recommends, and that beats the defaults.
     """
-    from llmctl.commands.prompt_input import split_arguments
-    from llmctl.commands.signals import exit_on_sigterm
+    from llmctl.commands.prompt_input import split_arguments, text_argument
 
-    exit_on_sigterm()
     sampling = {
         "temperature": temp,
         "top_k": top_k,
@@ -124,10 +122,10 @@ def run(
     spec, argument = split_arguments(model, words, prompt)
     request = Request(
         spec=spec,
-        system=system,
+        system=None if system is None else text_argument(system, "--system"),
         template=_template(chat_template),
         raw=no_chat,
-        stop=stop or [],
+        stop=[text_argument(text, "--stop") for text in stop or []],
         sampling={name: value for name, value in sampling.items() if value is not None},
         loading={"backend": backend, "device": device, "dtype": dtype, "kv_type": kv_type, "ctx_size": ctx_size},
         threads=threads,
@@ -202,13 +200,15 @@ def _require_known_model(request: Request, is_lone: bool) -> None:
         resolve_model(request.spec, pull=False)
     except ModelNotFoundError as error:
         if parse_source(request.name) is None:
-            hint = f"; if it is the prompt: -p {request.spec}" if is_lone and "/" not in str(request.spec) else ""
+            is_word = is_lone and request.spec is not None and "/" not in request.spec
+            hint = f"; if it is the prompt: -p {request.spec}" if is_word else ""
             raise ModelNotFoundError(f"{error}{hint}") from None
 
 
 def _whole_prompt(file: Path | None, argument: str | None) -> str | None:
-    from llmctl.commands.prompt_input import join_prompt, read_stdin, read_text
+    from llmctl.commands.prompt_input import join_prompt, read_stdin, read_text, text_argument
 
+    argument = None if argument is None else text_argument(argument, "the prompt argument")
     text = read_text(file, "--file") if file else None
     return join_prompt(read_stdin(), text, argument)
 

@@ -424,6 +424,14 @@ def test_a_line_between_two_ctrl_c_keeps_the_chat(terminal):
     chat.type(CTRL_C)
     chat.expect("Ctrl-D or /exit leaves")
     chat.expect(PROMPT)
+    chat.type("a line that is dropped")
+    chat.expect("a line that is dropped")
+    chat.type(CTRL_C)
+    chat.expect(PROMPT)
+    chat.type(CTRL_C)
+    chat.expect("Ctrl-D or /exit leaves")
+    chat.say('""" """')  # nothing to answer
+    chat.expect(PROMPT)
     chat.type(CTRL_D)
     assert chat.wait() == 0
 

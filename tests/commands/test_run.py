@@ -106,6 +106,12 @@ def test_a_lone_unknown_name_is_an_error_that_names_the_other_reading(call):
     assert "if it is the prompt" not in call("run", "Hello", "-p", "x").err
 
 
+def test_a_lone_prompt_with_an_unknown_model_in_the_environment_is_still_the_prompt(call, monkeypatch):
+    monkeypatch.setenv("LLMCTL_MODEL", "missing")
+    one_line(call("run", "What is the answer?"), 1, "missing (from LLMCTL_MODEL): no such file")
+    assert "if it is the prompt" not in call("run", "What is the answer?").err
+
+
 # --- stdout is the answer ---------------------------------------------------------------------------------------------
 
 
@@ -496,6 +502,14 @@ def started(script: Path, *arguments: object, **options: object):
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 stream.close()
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--system", "--stop"])
+def test_text_for_the_model_is_utf_8_or_an_error(call, scripted, option):
+    rest = () if option == "--prompt" else ("-p", "x")
+    one_line(call("run", scripted, *rest, option, os.fsdecode(b"caf\xe9")), 2, "is not valid UTF-8")
+    done = call("run", scripted, *rest, option, "Wort f\udcc3\udcbcr")  # as Python decodes it in an ASCII locale
+    assert (done.code, done.out) == (0, ANSWER + "\n")
 
 
 def test_streams_to_files(llmctl_script, scripted, tmp_path):

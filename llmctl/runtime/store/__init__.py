@@ -144,6 +144,6 @@ def _no_such_file(spec: str, origin: str) -> ModelNotFoundError:
     except (OSError, ValueError):
         near = []
     hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-    if not near and spec.count("/") == 1 and not path.suffix:
+    if not near and spec.count("/") == 1 and all(spec.split("/")) and not path.suffix:
         hint = f"; a repository of Hugging Face is named hf:{spec}"
     return ModelNotFoundError(f"{spec}{origin}: no such file or folder{hint}")
