@@ -9,7 +9,7 @@ from llmctl.errors import UsageError
 
 SYNTAX = "a list (8,64) or range (8-32+8, 8-64*2); repeatable"
 MOST = 1_000
-_RANGE = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?", re.ASCII)
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18})(?:([+*])(\d{1,18}))?)?", re.ASCII)
 
 
 def number_list(texts: Iterable[str], option: str, *, minimum: int = 0) -> list[int]:

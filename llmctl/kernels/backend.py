@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -12,6 +13,8 @@ from llmctl.kernels.ops import Ops
 BACKENDS = ("reference",)
 DTYPES = ("float32", "bfloat16", "float16")
 KV_TYPES = ("f32", "f16", "bf16")
+MOST_THREADS = max(256, os.cpu_count() or 1)
+"""A thread pool that cannot be made ends the process: OpenMP aborts, with no error to catch."""
 _WEIGHT_OPS = ("linear", "embedding")
 _PLAIN_OPS = ("rms_norm", "rotary", "gated_activation", "store_kv", "attention")
 
@@ -28,11 +31,14 @@ class Capability:
 
 
 def make_ops(backend: str, device: str = "cpu", dtype: str = "float32", threads: int | None = None) -> Ops:
-    """The op-set of a backend. UsageError for an unknown name or dtype, UnsupportedError if the device is not there."""
+    """The op-set of a backend. UsageError for an unknown name or dtype or too many threads, UnsupportedError if the device is
+    not there."""
     if backend not in BACKENDS:
         raise UsageError(f"unknown backend {backend!r}; this build has: {', '.join(BACKENDS)}")
     if dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise UsageError(f"the number of threads must be 1 to {MOST_THREADS} on this machine, found {threads}")
     from llmctl.kernels._reference import ReferenceOps
 
     return ReferenceOps(device, dtype, threads)

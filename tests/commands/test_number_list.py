@@ -38,6 +38,11 @@ def test_what_is_none(text):
         number_list([text], "-p")
 
 
+def test_a_number_of_thousands_of_digits_is_none():
+    with pytest.raises(UsageError, match="-p: expected a whole number"):
+        number_list(["9" * 5000], "-p")
+
+
 def test_bounds():
     with pytest.raises(UsageError, match="-r must be at least 1, found 0"):
         number_list(["5,0"], "-r", minimum=1)

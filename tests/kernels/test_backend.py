@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from llmctl.errors import UsageError
-from llmctl.kernels.backend import capabilities, make_ops
+from llmctl.kernels.backend import MOST_THREADS, capabilities, make_ops
 from llmctl.kernels.formats.spec import FORMATS
 
 
@@ -17,6 +17,12 @@ def test_unknown_backend_and_dtype_are_usage_errors_that_list_the_known() -> Non
         make_ops("vulkan")
     with pytest.raises(UsageError, match=r"'int3'.*float32"):
         make_ops("reference", dtype="int3")
+
+
+@pytest.mark.parametrize("threads", [0, MOST_THREADS + 1, 10**30])
+def test_a_number_of_threads_that_no_pool_can_have_is_refused(threads: int) -> None:
+    with pytest.raises(UsageError, match=f"1 to {MOST_THREADS} on this machine, found {threads}"):
+        make_ops("reference", threads=threads)
 
 
 def test_capabilities_name_every_op_of_the_op_set_that_has_a_folder() -> None:
