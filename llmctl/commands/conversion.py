@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ def _check_report(request: Request, plan: Plan, output: Path) -> None:
 
     if request.report is None:
         return
-    if request.report.absolute() == output.absolute():
+    if os.path.realpath(request.report) == os.path.realpath(output):  # also under the name of a link
         raise UsageError(f"--report and the output are the same file: {output}")
     check_output(request.report, plan.source, force=request.force or request.dry_run)
 

@@ -168,3 +168,12 @@ def test_a_dry_run_plans_without_errors(call: Callable[..., Any], square: Path, 
     assert report["totals"]["relative_rms_error"] is None
     assert {tensor["type"] for tensor in report["tensors"]} == {"F32", "Q4_0", "Q8_0"}
     assert list(here.iterdir()) == []
+
+
+def test_the_report_does_not_take_the_place_of_the_output_under_another_name(call: Callable[..., Any], square: Path) -> None:
+    Path("link").symlink_to("x.gguf")
+    for existing in (False, True):
+        done = call("quantize", square, "-o", "x.gguf", "--report", "link", "--force")
+        assert (done.code, Path("x.gguf").exists()) == (2, existing), done.err
+        assert "--report and the output are the same file" in done.err
+        Path("x.gguf").write_bytes(b"")

@@ -112,10 +112,9 @@ class SentencePieceEngine:
             if self._splits and self.vocabulary.type(token_id) == TokenType.UNUSED and symbol in self._splits:
                 return [one for half in self._splits[symbol] for one in self._ids(half)]
             return [token_id]
-        unk: int = self._settings["unk"]
-        if self._byte_ids is None:
-            return [unk]
-        return [self._byte_ids[byte] if self._byte_ids[byte] >= 0 else unk for byte in raw]
+        unk: int | None = self._settings["unk"]
+        ids = [unk] if self._byte_ids is None else [self._byte_ids[b] if self._byte_ids[b] >= 0 else unk for b in raw]
+        return [token_id for token_id in ids if token_id is not None]  # without an unknown token it is left out, as in BPE
 
     def _fuse_unknown(self, ids: list[int]) -> list[int]:
         """A run of unknown characters is one unknown token."""

@@ -255,3 +255,14 @@ def test_content_tells_every_change_of_the_tokenizer() -> None:
         ("general.name", "phi-3"),
     ):
         assert parts != list(content_parts(base | {name: value}))
+
+
+def test_text_that_a_vocabulary_has_no_piece_for_and_no_unknown_token() -> None:
+    """It is left out: no id stands for it. (An id of None would reach the embedding.)"""
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["a", "b"],
+        "tokenizer.ggml.scores": np.zeros(2, np.float32),
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    assert build_tokenizer(describe_gguf(metadata)).encode("abzb") == [0, 1, 1]
