@@ -58,11 +58,21 @@ class LazyGroup(TyperGroup):
 
 def load_command(name: str) -> Any:
     """The click command behind a name of COMMANDS; imports its module."""
+    _show_log()
     entry = COMMANDS[name]
     target = getattr(importlib.import_module(f"llmctl.commands.{entry.module}"), entry.attribute)
     command = typer.main.get_command(target if isinstance(target, typer.Typer) else _single(name, target))
     command.name = name
     return command
+
+
+def _show_log() -> None:
+    """What the layers below have to say in passing becomes a warning on stderr."""
+    import logging
+
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: console.warn(record.getMessage())
+    logging.getLogger("llmctl").handlers = [handler]
 
 
 def _single(name: str, function: Callable[..., Any]) -> typer.Typer:

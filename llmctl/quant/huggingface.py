@@ -139,16 +139,9 @@ def _metadata(weights: ModelWeights, tensors: list[SourceTensor]) -> dict[str, A
         **names,
         **{f"general.sampling.{key}": sampling[name] for name, key in _SAMPLING.items() if name in sampling},
         **metadata_from_config(weights.config, weights.family),
-        **_longrope_key(weights, tensors),
         "general.file_type": 0,  # set once the types are chosen
         "general.quantization_version": _QUANTIZATION_VERSION,
     }
-
-
-def _longrope_key(weights: ModelWeights, tensors: list[SourceTensor]) -> dict[str, str]:
-    """llama.cpp looks for the two sets of factors only in a file that says it has them."""
-    has_both = any(tensor.name == "rope_factors_long.weight" for tensor in tensors)
-    return {f"{weights.family.gguf_arch}.rope.scaling.type": "longrope"} if has_both else {}
 
 
 def _rope_warnings(config: ModelConfig) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from llmctl.runtime.checkpoint.checkpoint import Checkpoint
 from llmctl.runtime.checkpoint.files import read_json_object
 from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
 from llmctl.runtime.checkpoint.text import quoted
+from llmctl.runtime.machine import memory
 from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.decoder import Decoder
 from llmctl.runtime.models.hf_config import token_ids
@@ -83,7 +83,7 @@ class OpenedModel:
     def num_tokens(self) -> int:
         """Ids that prompts may hold and the sampler may draw."""
         rows = self.config.vocab_size
-        return min(rows, self.tokenizer.vocab_size) if self.tokenizer else rows
+        return min(rows, self.tokenizer.num_used_tokens) if self.tokenizer else rows
 
     def load(self, *, threads: int | None = None, progress: Callable[[int, int], None] | None = None) -> LoadedModel:
         """Prepare the weights for the backend. progress: called with (done, total) layers."""
@@ -185,13 +185,18 @@ _GGUF_SAMPLING = {
 
 
 def _tokenizer(weights: ModelWeights) -> Tokenizer | None:
-    """The checkpoint's tokenizer, checked against the embedding; None where there is none (an engine fed with ids needs none)."""
+    """The checkpoint's tokenizer, checked against the embedding; None where there is none (an engine fed with ids needs none).
+
+    Tokens without a row are an error, unless all of them were added to the vocabulary afterwards: Gemma 3's text models come
+    with the token of the pictures they cannot see. A prompt that has such a token is refused by the engine.
+    """
     try:
         tokenizer = load_tokenizer(weights.checkpoint)
     except ModelNotFoundError:
         return None
     rows = weights.config.vocab_size
-    if tokenizer.vocab_size > rows:
+    surplus = range(rows, tokenizer.vocab_size)
+    if not all(tokenizer.is_added(token_id) for token_id in surplus):
         raise FormatError(
             f"{weights.checkpoint.path}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {rows} rows; "
             f"the first surplus token is {tokenizer.token_text(rows)!r} (id {rows})"
@@ -221,11 +226,12 @@ def _end_tokens(weights: ModelWeights, tokenizer: Tokenizer | None) -> frozenset
 
 def _available_bytes(weights: ModelWeights, device: str, dtype: str) -> int | None:
     """Memory left once the weights are unfolded to `dtype` (None: unknown); OutOfMemoryError if they do not fit."""
-    if device != "cpu" or not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
+    machine = memory()
+    if device != "cpu" or machine.available is None:
         return None
-    available = _meminfo_available() or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = min(machine.available, machine.limit or machine.available)
     checkpoint = weights.checkpoint
-    elements = sum(_elements(checkpoint.entry(name).shape) for name in checkpoint.names())
+    elements = checkpoint.total_elements
     needed = elements * _DTYPE_BYTES.get(dtype, 4)
     if needed > available:
         smaller = "" if dtype != "float32" else "; --dtype bfloat16 halves that"
@@ -234,22 +240,6 @@ def _available_bytes(weights: ModelWeights, device: str, dtype: str) -> int | No
             f"{available / 1e9:.1f} GB of memory free{smaller}"
         )
     return available - needed
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
-
-
-def _meminfo_available() -> int | None:
-    """MemAvailable of Linux, which counts reclaimable page cache."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _context(config: ModelConfig, kv_type: str, ctx_size: int | None, available: int | None) -> tuple[int, int]:

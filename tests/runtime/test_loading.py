@@ -14,10 +14,11 @@ import pytest
 from make_tiny_model import make_tiny_model
 from safetensors.numpy import load_file, save_file
 
-from llmctl.errors import FormatError, UnsupportedError
+from llmctl.errors import FormatError, UnsupportedError, UsageError
 from llmctl.kernels.formats.spec import FORMATS
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.gguf_writer import GgufWriter
+from llmctl.runtime.engine.engine import check_prompt
 from llmctl.runtime.loading import load_model, open_model, read_config
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -152,3 +153,44 @@ def test_end_tokens_that_are_no_ids(changed: Changed) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [[2]]}', "utf-8")
     with pytest.raises(FormatError, match=r"generation_config\.json.*eos_token_id"):
         load_model(folder)
+
+
+def test_tokens_that_only_pad_the_vocabulary_are_never_sampled(rewritten: Changed) -> None:
+    with open_checkpoint(rewritten()) as checkpoint:
+        types = np.array(checkpoint.metadata["tokenizer.ggml.token_type"], dtype=np.int32)
+    types[-3:] = 5
+    opened = open_model(rewritten(metadata={"tokenizer.ggml.token_type": types}))
+    assert opened.num_tokens == opened.config.vocab_size - 3
+
+
+def without_last_rows(folder: Path, count: int) -> Path:
+    """The folder with embedding and head `count` rows shorter, the tokenizer as it was."""
+    weights = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in weights:
+            weights[name] = weights[name][:-count].copy()
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def test_a_learned_token_without_a_row_is_named(changed: Changed, tiny: Path) -> None:
+    rows = json.loads((tiny / "config.json").read_text("utf-8"))["vocab_size"] - 2
+    folder = without_last_rows(changed(vocab_size=rows), 2)
+    with pytest.raises(FormatError, match=rf"the embedding {rows} rows; the first surplus token is '.*' \(id {rows}\)"):
+        open_model(folder)
+
+
+def test_an_added_token_without_a_row_runs_until_a_prompt_has_it(changed: Changed) -> None:
+    """As in Gemma 3's text models, whose tokenizer knows a token for pictures."""
+    folder = changed()
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text("utf-8"))
+    rows = json.loads((folder / "config.json").read_text("utf-8"))["vocab_size"]
+    picture = {"id": rows, "content": "<picture>", "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer["added_tokens"].append({**picture, **flags})
+    file.write_text(json.dumps(tokenizer), "utf-8")
+    opened = open_model(folder)
+    assert (opened.tokenizer.vocab_size, opened.num_tokens) == (rows + 1, rows)
+    with pytest.raises(UsageError, match=f"{rows}"):
+        check_prompt(opened.tokenizer.encode("<picture>", parse_special=True), opened.config.vocab_size, 100)

@@ -214,6 +214,7 @@ def _scaling_metadata(rope: RopeConfig, arch: str) -> dict[str, Any]:
         return {key: value for key, value in keys.items() if value is not None}
     if rope.kind == "longrope":
         return {
+            prefix + "type": "longrope",  # llama.cpp looks for the two sets of factors only in a file that says it has them
             prefix + "original_context_length": rope.original_max_position,
             prefix + "attn_factor": rope_frequencies(rope)[1],
         }

@@ -98,6 +98,18 @@ class Tokenizer:
         added = self._added.get(token_id)
         return added is not None and added.special
 
+    def is_added(self, token_id: int) -> bool:
+        """Whether the token was added to the vocabulary (control or user-defined), not learned with it."""
+        return token_id in self._added
+
+    @cached_property
+    def num_used_tokens(self) -> int:
+        """Tokens without the unused ones at the end, which only pad the vocabulary to the embedding's rows."""
+        used = self.vocab_size
+        while used and used - 1 not in self._added and self._engine.vocabulary.type(used - 1) == TokenType.UNUSED:
+            used -= 1
+        return used
+
     def special_tokens(self) -> dict[str, int]:
         """Text → id of the control tokens (the unknown token among them)."""
         return {token.text: token.id for token in self._facts.added if token.special}
