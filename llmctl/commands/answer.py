@@ -107,11 +107,11 @@ def describe_sampling(params: SamplingParams, from_file: dict[str, Any]) -> list
 def describe_stats(stats: GenerationStats) -> list[str]:
     """Counts and rates of one answer."""
     prompt = f"prompt: {stats.prompt_tokens} tokens, {stats.cached_tokens} of them cached"
-    prefill, decode = stats.prefill_tokens_per_s, stats.decode_tokens_per_s
+    prefill, decode, first = stats.prefill_tokens_per_s, stats.decode_tokens_per_s, stats.ttft_ms
     return [
         prompt + (f", {prefill:.1f} tokens/s" if prefill else ""),
         f"generated: {stats.completion_tokens} tokens" + (f", {decode:.1f} tokens/s" if decode else ""),
-        f"first token after: {stats.ttft_ms:.0f} ms",
+        *([f"first token after: {first:.0f} ms"] if first is not None else []),
     ]
 
 

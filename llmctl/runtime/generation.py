@@ -38,9 +38,9 @@ class GenerationStats:
     decode_s: float = 0.0
 
     @property
-    def ttft_ms(self) -> float:
-        """Milliseconds from the request to its first token."""
-        return self.prefill_s * 1e3
+    def ttft_ms(self) -> float | None:
+        """Milliseconds from the request to its first token; None if there was none."""
+        return self.prefill_s * 1e3 if self.completion_tokens else None
 
     @property
     def prefill_tokens_per_s(self) -> float | None:

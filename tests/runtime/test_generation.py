@@ -277,6 +277,6 @@ def test_time_the_reader_takes_is_not_counted(stub_model, monkeypatch):
 
 def test_rates_of_nothing_are_none():
     stats = GenerationStats()
-    assert (stats.prefill_tokens_per_s, stats.decode_tokens_per_s, stats.ttft_ms) == (None, None, 0)
+    assert (stats.prefill_tokens_per_s, stats.decode_tokens_per_s, stats.ttft_ms) == (None, None, None)
     assert GenerationStats(prompt_tokens=4, cached_tokens=4, prefill_s=1.0).prefill_tokens_per_s is None
     assert GenerationStats(completion_tokens=1, decode_s=0.0).decode_tokens_per_s is None
