@@ -194,7 +194,7 @@ def _round(plan: Plan, tensor: PlannedTensor, measure: bool, strict: bool, warni
     source = tensor.source
     try:
         weight = source.read()
-        if source.format == tensor.format:
+        if source.format == tensor.format or tensor.format.name == "F32":  # other types have no NaN: rounding refuses it
             _check_finite(weight, source, strict, warnings)
         return round_to_nearest(weight, tensor.format, measure=measure)
     except FormatError as error:

@@ -192,6 +192,13 @@ def test_by_default_the_type_is_kept_bit_by_bit(changed: Any, convert: Convert, 
     ]
 
 
+def test_widening_keeps_nan_with_a_warning(changed: Any, convert: Convert, tmp_path: Path) -> None:
+    folder, _ = bf16_folder(changed)
+    assert [text for text in convert(folder, tmp_path / "out.gguf", "F32").warnings if "NaN" in text] == [
+        f"tensor '{UP}' (blk.1.ffn_up.weight) holds NaN or infinity (row 3, column 3), copied as it is"
+    ]
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [(1e5, "99840 in row 3, column 0 does not fit F16"), (np.nan, "nan in row 3, column 0"), (np.inf, "inf in row 3")],

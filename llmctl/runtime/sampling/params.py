@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -64,6 +65,8 @@ class SamplingParams:
 
 
 def _check(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    if math.isnan(value) or math.isinf(value) or value < low or value > high or (open_low and value == low):
+    # Compared, not converted: a file may hold an integer that is beyond any float.
+    finite = -math.inf < value < math.inf
+    if not finite or value < low or value > high or (open_low and value == low) or abs(value) > sys.float_info.max:
         bounds = f"above {low}" if open_low else f"at least {low}" if high == math.inf else f"between {low} and {high}"
         raise UsageError(f"{name} must be {'a finite number' if low == -math.inf else bounds}, found {value}")

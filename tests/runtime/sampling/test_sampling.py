@@ -40,6 +40,8 @@ def test_temperature_zero_and_nearly_zero_are_greedy(temperature: float) -> None
     [
         ("temperature", -1),
         ("temperature", math.nan),
+        ("temperature", 10**400),
+        ("top_k", 10**400),
         ("top_k", -1),
         ("top_p", 1.5),
         ("top_p", -0.1),
