@@ -19,7 +19,7 @@ from llmctl.commands.answer import (
 from llmctl.errors import ChatTemplateError, LlmctlError
 
 if TYPE_CHECKING:
-    from llmctl.commands.run import Session
+    from llmctl.commands.session import Session
     from llmctl.runtime.loading import LoadedModel
 
 QUOTES = '"""'

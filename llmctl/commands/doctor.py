@@ -126,7 +126,7 @@ def _machine_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("cpu", f"{cpu['model']}, {cpu['usable_cores']} of {cpu['cores']} cores usable"),
         ("isa", " ".join(cpu["isa"]) or "none that kernels choose by"),
         ("memory", f"{_size(memory['total'])}, {_size(memory['available'])} available{limit}"),
-        ("store", f"{store['folder']}, {store['models']} models, {_size(store['free_bytes'])} free"),
+        ("store", f"{store['folder']}, models: {store['models']}, {_size(store['free_bytes'])} free"),
         ("nvidia", f"driver {report['nvidia_driver']}" if report["nvidia_driver"] else "no driver loaded"),
         ("cuda", _describe_cuda(report["cuda_devices"], report["torch_error"])),
         ("packages", ", ".join(f"{name} {version or 'missing'}" for name, version in report["packages"].items())),

@@ -91,7 +91,7 @@ def _shape_layers(options: list[str]) -> tuple[LayerShape, ...]:
         numbers = [int(part) for part in parts]
         for number, (what, most) in zip(numbers, _LIMITS.items(), strict=False):
             if not 1 <= number <= most:
-                raise UsageError(f"--shape {option}: the number of {what} must be 1 to {most}, found {number}")
+                raise UsageError(f"--shape {option}: {what} must be 1 to {most}, found {number}")
         layers += [LayerShape(*numbers[1:])] * numbers[0]
     return tuple(layers)
 

@@ -21,7 +21,7 @@ from llmctl.commands.answer import (
 )
 
 if TYPE_CHECKING:
-    from llmctl.commands.run import Session
+    from llmctl.commands.session import Session
     from llmctl.runtime.loading import LoadedModel
 
 INTERRUPTED = 130

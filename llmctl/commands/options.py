@@ -62,8 +62,8 @@ CtxSizeOption = Annotated[
 ]
 DeviceOption = Annotated[Device, typer.Option("--device", help="Where the model runs.")]
 BackendOption = Annotated[Backend, typer.Option("--backend", help="Which implementation of the kernels computes.")]
-DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number type of weights and activations.")]
-KvTypeOption = Annotated[KvType, typer.Option("--kv-type", help="Element type of the KV cache.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", case_sensitive=False, help="Number type of weights and activations.")]
+KvTypeOption = Annotated[KvType, typer.Option("--kv-type", case_sensitive=False, help="Element type of the KV cache.")]
 SeedOption = Annotated[
     int | None,
     typer.Option("--seed", min=0, help="Seed of the sampler: same seed, same text.", show_default="random"),

@@ -18,7 +18,7 @@ import pytest
 
 from llmctl.commands.chat import Conversation, _unquoted, is_open
 from llmctl.commands.chat_commands import ChatCommands
-from llmctl.commands.run import Request, _open
+from llmctl.commands.session import Request, open_session
 from llmctl.errors import ChatTemplateError, ContextLengthError, UsageError
 
 ANSWER = "Paris is the answer."
@@ -44,7 +44,7 @@ def start(scripted):
             threads=None,
             json=False,
         )
-        session = _open(request)
+        session = open_session(request)
         return Conversation(session, session.opened.load())
 
     return begin
