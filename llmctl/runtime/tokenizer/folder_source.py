@@ -60,7 +60,8 @@ def describe_folder(folder: Path) -> Description:
 
     tokenizer.json counts where both vocabulary files are there: it is what transformers reads, and where later changes
     (added tokens, their flags) are made. If tokenizer.model holds the very same pieces, its scores stand in for the
-    merges: the ids are the same and it is ready several times sooner.
+    merges: the ids are the same and it is ready several times sooner. They differ only where the JSON forgot that a
+    piece is user-defined (a copy made from a GGUF file forgets Gemma's runs of spaces): there the model file is right.
     Errors: ModelNotFoundError without either file, FormatError, UnsupportedError; each names the file.
     """
     document_path, model_path = folder / _DOCUMENT, folder / _MODEL
