@@ -207,6 +207,33 @@ def test_every_choice_moves_the_logits(
     assert np.abs(chosen - plain_logits(family)).max() > 100 * TOLERANCE
 
 
+def reference_greedy(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        min_new_tokens=max_tokens,
+        max_new_tokens=max_tokens,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(("max_num_seqs", "prefill_chunk"), [(4, 512), (4, 3), (2, 4), (1, 512)])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_greedy_ids_of_unequal_prompts_in_any_batch(
+    tmp_path: Path, family: str, max_num_seqs: int, prefill_chunk: int
+) -> None:
+    folder = make_tiny_model(tmp_path, family, eos_token_id=None)
+    prompts = [token_ids(length, seed=length) for length in (2, 5, 1, 23)]
+    engine = Engine(load_model(folder), max_num_seqs=max_num_seqs, prefill_chunk=prefill_chunk)
+    sequences = [engine.add(prompt, SamplingParams(temperature=0, max_tokens=12)) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    reference = reference_model(folder)
+    expected = [reference_greedy(reference, prompt, 12) for prompt in prompts]
+    assert [sequence.completion_token_ids for sequence in sequences] == expected
+
+
 OLD_SPELLINGS = {
     "llama": {"rope_theta": 20_000.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
     "gemma3": {
