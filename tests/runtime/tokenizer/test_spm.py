@@ -192,3 +192,31 @@ def test_prefix_first_is_for_the_beginning_only(models: dict[str, bytes]) -> Non
     spaced, plain = ["▁the"], ["the"]
     assert texts == [[*spaced, "</s>", *plain], [*spaced, "</s>", *spaced], [*plain, "</s>", *plain]]
     assert [t.decode(t.encode(" the")) for t in (first, always, never)] == [" the"] * 3
+
+
+def _message(*pieces: tuple[bytes, int | None]) -> bytes:
+    """The pieces of a ModelProto: text, score 1.5, and a type where one is given."""
+    bodies = [
+        bytes([0x0A, len(text)]) + text + b"\x15\x00\x00\xc0\x3f" + (b"" if kind is None else bytes([0x18, kind]))
+        for text, kind in pieces
+    ]
+    return b"".join(bytes([0x0A, len(body)]) + body for body in bodies)
+
+
+@given(st.lists(st.tuples(st.binary(max_size=100), st.sampled_from([None, 1, 3, 4, 6])), max_size=30), st.binary(max_size=12))
+def test_pieces_found_in_bulk_are_those_found_one_by_one(pieces, rest):
+    from llmctl.runtime.tokenizer.spm_model import _chain_of_plain_pieces, _walk_pieces
+
+    data = _message(*pieces) + b"\x12" + rest
+    at, stop = _walk_pieces(data)
+    assert len(at) == len(pieces)
+    found = _chain_of_plain_pieces(data)
+    if found is not None:
+        assert (found[0].tolist(), found[1]) == (at.tolist(), stop)
+
+
+def test_pieces_of_an_ordinary_file_are_found_in_bulk():
+    from llmctl.runtime.tokenizer.spm_model import _chain_of_plain_pieces
+
+    data = _message(*((f"piece{number}".encode(), None if number % 7 else 4) for number in range(500)))
+    assert _chain_of_plain_pieces(data + b"\x12\x00") is not None
