@@ -243,8 +243,12 @@ def _available_bytes(weights: ModelWeights, device: str, dtype: str) -> int | No
 
 
 def _context(config: ModelConfig, kv_type: str, ctx_size: int | None, available: int | None) -> tuple[int, int]:
-    """(context length, tokens the cache may hold). An asked-for size that does not fit is an error, never cut silently."""
+    """(context length, tokens the cache may hold). An asked-for size that does not fit is an error, never cut silently.
+
+    Only the dynamic rope type is made to go beyond the trained length.
+    """
     trained = config.max_position_embeddings
+    stretches = any(layer.rope and layer.rope.kind == "dynamic" for layer in config.layers)
     per_token = bytes_per_token(config.kv_layers(), kv_type)
     assert per_token, "the reference cache types fit every head size"
     fitting = int(available * _CACHE_SHARE / per_token) if available is not None else trained
@@ -252,7 +256,7 @@ def _context(config: ModelConfig, kv_type: str, ctx_size: int | None, available:
         return max(1, min(trained, fitting)), max(fitting, 1)
     if ctx_size < 1:
         raise UsageError(f"--ctx-size must be at least 1, found {ctx_size}")
-    if ctx_size > trained:
+    if ctx_size > trained and not stretches:
         raise UsageError(f"--ctx-size {ctx_size} is more than the {trained} tokens this model was trained with")
     if ctx_size > fitting:
         raise OutOfMemoryError(

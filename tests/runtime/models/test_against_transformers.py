@@ -23,7 +23,7 @@ from transformers.models.gemma3 import modeling_gemma3
 
 from llmctl.runtime.engine.engine import Engine
 from llmctl.runtime.engine.model_runner import compute_logits
-from llmctl.runtime.loading import load_model
+from llmctl.runtime.loading import load_model, read_config
 from llmctl.runtime.sampling.params import SamplingParams
 from llmctl.runtime.sampling.sampler import SampledToken
 
@@ -148,8 +148,8 @@ class ForcedSampler:
 
 def our_decoding(folder: Path, ids: list[int], prompt: int, prefill_chunk: int) -> np.ndarray:
     """What `reference_decoding` gives, from the engine."""
-    model = load_model(folder)
-    model.context_length = len(ids) + 1  # the dynamic type's own context ends where its scaling begins
+    stretches = any(layer.rope.kind == "dynamic" for layer in read_config(folder).layers)  # beyond the trained context
+    model = load_model(folder, ctx_size=len(ids) + 1 if stretches else None)
     engine = Engine(model, prefill_chunk=prefill_chunk)
     sequence = engine.add(ids[:prompt], SamplingParams(temperature=0, max_tokens=len(ids) - prompt, ignore_eos=True))
     sequence.sampler = ForcedSampler(ids)
