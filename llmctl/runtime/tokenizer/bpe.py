@@ -10,7 +10,6 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from operator import add
 from typing import Any, AnyStr
@@ -47,10 +46,8 @@ def build_merges(index: Mapping[AnyStr, int], pairs: Sequence[Sequence[AnyStr]],
 
     firsts, seconds = zip(*pairs, strict=True) if pairs else ((), ())
     try:
-        left, right, made = (
-            np.fromiter(map(index.__getitem__, texts), np.uint64, len(pairs))
-            for texts in (firsts, seconds, map(add, firsts, seconds))
-        )
+        left, right = (np.fromiter(map(index.__getitem__, texts), np.uint64, len(pairs)) for texts in (firsts, seconds))
+        made = _ids_of(index, list(map(add, firsts, seconds)))
     except KeyError as error:
         raise FormatError(f"a merge needs the token {error.args[0]!r}, which is not in the vocabulary") from None
     keys = left << np.uint64(32) | right
@@ -60,6 +57,17 @@ def build_merges(index: Mapping[AnyStr, int], pairs: Sequence[Sequence[AnyStr]],
     keep &= ~np.isin(made[order], barred)
     order, ids = order[keep].astype(np.uint32), made[order[keep]].astype(np.uint32)
     return {"pairs": keys[keep].tobytes(), "ranks": order.tobytes(), "made": ids.tobytes()}
+
+
+def _ids_of(index: Mapping[AnyStr, int], texts: list[AnyStr]) -> Any:
+    """The ids of the texts. Vocabularies list what merges make in the order of the merges: then nothing is looked up."""
+    import numpy as np
+
+    first = index[texts[0]] if texts else 0
+    stretch = slice(first, first + len(texts))
+    if list(index)[stretch] == texts and list(index.values())[stretch] == list(range(first, first + len(texts))):
+        return np.arange(first, first + len(texts), dtype=np.uint64)
+    return np.fromiter(map(index.__getitem__, texts), np.uint64, len(texts))
 
 
 def joiners(texts: Sequence[str]) -> str:
@@ -165,7 +173,7 @@ class BpeEngine:
     def _matcher(self) -> TokenMatcher:
         """Tokens sought in normalized text."""
         normalize = self._normalizer.normalize_str if self._normalizer is not None else str
-        return TokenMatcher(replace(token, text=normalize(token.text)) for token in self._inner)
+        return TokenMatcher(token._replace(text=normalize(token.text)) for token in self._inner)
 
     @cached_property
     def _components(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 
 class TokenType(IntEnum):
@@ -45,8 +45,7 @@ END_TEXTS = (
 )
 
 
-@dataclass(frozen=True)
-class AddedToken:
+class AddedToken(NamedTuple):
     """A token found in text as it stands, before the text is cut into words.
 
     special: a control (or unknown) token: found only where special tokens are asked for, and left out of decoded text.
@@ -110,15 +109,13 @@ class Facts:
         return cls(**values)
 
 
-_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
-
-
 def _pack(token: AddedToken) -> tuple[int, str, int]:
-    return token.id, token.text, sum(getattr(token, name) << bit for bit, name in enumerate(_FLAGS))
+    token_id, text, special, lstrip, rstrip, single_word, normalized = token
+    return token_id, text, special | lstrip << 1 | rstrip << 2 | single_word << 3 | normalized << 4
 
 
 def _unpack(token_id: int, text: str, flags: int) -> AddedToken:
-    return AddedToken(token_id, text, *(bool(flags >> bit & 1) for bit in range(len(_FLAGS))))
+    return AddedToken(token_id, text, *(bool(flags >> bit & 1) for bit in range(5)))
 
 
 def end_token_ids(stated: list[int | None], control: dict[str, int]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +63,13 @@ class FolderSettings:
             token_id = token.id if token_id is None else token_id
             if not 0 <= token_id < limit:
                 raise FormatError(f"the added token {token.text[:40]!r} has the id {token_id}, among {vocab_size} tokens")
-            added[token_id] = replace(token, id=token_id)
+            added[token_id] = token._replace(id=token_id)
             by_text[token.text] = token_id
         for text in (*self.named.values(), *self.extra):
             token_id = by_text.get(text, find(text))
             if token_id is not None:
                 token = added.get(token_id, AddedToken(token_id, text))
-                added[token_id] = replace(token, special=True)
+                added[token_id] = token._replace(special=True)
         return tuple(added[token_id] for token_id in sorted(added))
 
     def _additions(self) -> Iterator[AddedToken]:
@@ -166,7 +166,9 @@ def added_token(token_id: int, entry: Mapping[str, Any]) -> AddedToken:
         token_id,
         entry["content"],
         special,
-        *(bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word")),
+        lstrip=bool(entry.get("lstrip", False)),
+        rstrip=bool(entry.get("rstrip", False)),
+        single_word=bool(entry.get("single_word", False)),
         normalized=bool(entry.get("normalized", not special)),
     )
 

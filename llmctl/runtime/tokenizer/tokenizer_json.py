@@ -59,8 +59,9 @@ def read_document_beside(path: Path, data: bytes, pieces: list[bytes]) -> dict[s
         vocabulary = json.loads(b"{" + data[begin.end() : merges.start()].rstrip().removesuffix(b","))
     except (ValueError, RecursionError):
         return None
-    texts = b"\0".join(pieces).decode("utf-8", "replace").split("\0")
-    if list(vocabulary) != texts or list(vocabulary.values()) != list(range(len(texts))):
+    texts = b"\0".join(pieces).decode("utf-8", "replace")
+    alike = len(vocabulary) == len(pieces) == texts.count("\0") + 1 and "\0".join(vocabulary) == texts
+    if not alike or list(vocabulary.values()) != list(range(len(pieces))):
         return None
     document = read_document(path, b"".join([data[: begin.end()], b'"":0},', merges[0], data[end.start() :]]))
     document["model"]["vocab"] = vocabulary
@@ -131,7 +132,8 @@ def _describe_document(path: Path, document: Mapping[str, Any], settings: Folder
     }
     _check_text_parts(path, facts.settings)
     retype(types, facts.added, facts.settings["unk"])
-    facts.named = name_special(facts, encoded := [text.encode("utf-8", "replace") for text in texts]) | settings.named
+    encoded = _encoded(texts)
+    facts.named = name_special(facts, encoded) | settings.named
     return Description(facts, encoded, types, merges=_pairs(path, model.get("merges") or []), index=vocabulary)
 
 
@@ -205,12 +207,20 @@ def _check_text_parts(path: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _texts(facts: Facts, vocabulary: Mapping[str, int]) -> list[str]:
-    texts = [""] * facts.vocab_size
-    for text, token_id in vocabulary.items():
-        texts[token_id] = text
+    texts = list(vocabulary) + [""] * (facts.vocab_size - len(vocabulary))
+    if list(vocabulary.values()) != list(range(len(vocabulary))):
+        texts = [""] * facts.vocab_size
+        for text, token_id in vocabulary.items():
+            texts[token_id] = text
     for token in facts.added:
         texts[token.id] = texts[token.id] or token.text
     return texts
+
+
+def _encoded(texts: list[str]) -> list[bytes]:
+    """Every text as UTF-8, in one go where that is possible."""
+    split = "\0".join(texts).encode("utf-8", "replace").split(b"\0")
+    return split if len(split) == len(texts) else [text.encode("utf-8", "replace") for text in texts]
 
 
 def _unknown(path: Path, model: Mapping[str, Any]) -> int | None:
@@ -224,15 +234,16 @@ def _unknown(path: Path, model: Mapping[str, Any]) -> int | None:
 
 def _pairs(path: Path, merges: list[Any]) -> list[list[str]]:
     """The merges, each written as a list of two or as two texts with a space between."""
-    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
-    if set(map(type, pairs)) - {list} or set(map(len, pairs)) - {2} or set(map(type, chain.from_iterable(pairs))) - {str}:
+    kinds = set(map(type, merges))
+    pairs = [merge.split(" ") for merge in merges] if kinds == {str} else merges
+    if kinds - {str, list} or set(map(len, pairs)) - {2} or set(map(type, chain.from_iterable(pairs))) - {str}:
         raise FormatError(f"{path}: model.merges holds {str(_first_odd(pairs))[:40]!r}, which is no pair")
     return pairs
 
 
 def _first_odd(pairs: list[Any]) -> Any:
     good = lambda pair: isinstance(pair, list) and len(pair) == 2 and all(isinstance(half, str) for half in pair)  # noqa: E731
-    return next(pair for pair in pairs if not good(pair))
+    return next((pair for pair in pairs if not good(pair)), pairs[:1])
 
 
 def _steps(step: Any) -> Iterator[Mapping[str, Any]]:
