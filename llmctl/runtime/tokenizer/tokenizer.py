@@ -40,7 +40,8 @@ class Tokenizer:
         self.pad_token_id = facts.pad_token_id
         self.add_bos = facts.bos_token_id is not None and facts.bos_token_id in facts.prefix_ids
         self.add_eos = bool(set(facts.suffix_ids) & set(facts.eos_token_ids))
-        self.chat_templates = facts.chat_templates
+        # An empty template is none: some files carry the key without a text.
+        self.chat_templates = {name: source for name, source in facts.chat_templates.items() if source.strip()}
         self.named_special = facts.named
 
     def encode(

@@ -280,6 +280,10 @@ def test_templates_and_their_order(tmp_path: Path) -> None:
         small(tmp_path / "a")
 
 
+def test_an_empty_template_is_none(tmp_path: Path) -> None:
+    assert small(tmp_path / "a", tokenizer_config={"chat_template": " \n"}).chat_templates == {}
+
+
 def test_bos_flags(tmp_path: Path) -> None:
     named = {"bos_token": "<s>", "eos_token": "</s>"}
     assert small(tmp_path / "a", tokenizer_config=named).encode("ab") == [5]
