@@ -27,6 +27,15 @@ if TYPE_CHECKING:
 
 Output = Literal["md", "json", "jsonl", "csv"]
 
+# Every key of a llama-bench row, so that what reads its files reads ours; those without a counterpart here are null.
+_LLAMA_BENCH_KEYS = (
+    *("build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_filename", "model_type", "model_size"),
+    *("model_n_params", "n_batch", "n_ubatch", "n_threads", "cpu_mask", "cpu_strict", "poll", "type_k", "type_v"),
+    *("n_gpu_layers", "n_cpu_moe", "split_mode", "main_gpu", "no_kv_offload", "flash_attn", "devices", "tensor_split"),
+    *("tensor_buft_overrides", "load_mode", "lazy_mode", "embeddings", "no_op_offload", "no_host", "repack", "fit_target"),
+    *("fit_min_ctx", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts"),
+)
+
 
 def bench(
     models: Annotated[
@@ -163,10 +172,14 @@ def _row(model: LoadedModel, result: BenchResult) -> dict[str, Any]:
     from llmctl.runtime.machine import cpu
 
     checkpoint, ops, test = model.checkpoint, model.ops, result.test
-    return {
+    on_cpu = ops.device == "cpu"
+    return dict.fromkeys(_LLAMA_BENCH_KEYS) | {
         "llmctl_version": __version__,
+        "n_gpu_layers": 0 if on_cpu else model.config.num_layers,
+        "flash_attn": 0,
+        "embeddings": False,
         "cpu_info": cpu().model,
-        "gpu_info": "" if ops.device == "cpu" else ops.device,
+        "gpu_info": "" if on_cpu else ops.device,
         "backends": ops.name,
         "model_filename": str(checkpoint.path),
         "model_type": _model_type(model),

@@ -24,9 +24,11 @@ RULE = (
     "| --------------: | -------------------: |"
 )
 LLAMA_BENCH_KEYS = (
-    *("cpu_info", "gpu_info", "backends", "model_filename", "model_type", "model_size", "model_n_params"),
-    *("n_batch", "n_ubatch", "n_threads", "type_k", "type_v", "devices", "n_prompt", "n_gen", "n_depth"),
-    *("test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts"),
+    *("build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_filename", "model_type", "model_size"),
+    *("model_n_params", "n_batch", "n_ubatch", "n_threads", "cpu_mask", "cpu_strict", "poll", "type_k", "type_v"),
+    *("n_gpu_layers", "n_cpu_moe", "split_mode", "main_gpu", "no_kv_offload", "flash_attn", "devices", "tensor_split"),
+    *("tensor_buft_overrides", "load_mode", "lazy_mode", "embeddings", "no_op_offload", "no_host", "repack", "fit_target"),
+    *("fit_min_ctx", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts"),
 )
 QUICK = ("-r", "1", "--no-warmup", "-q")
 
@@ -77,6 +79,7 @@ def test_json_has_llama_benchs_keys_and_our_version(call, scripted):
     assert [row["version"] for row in rows] == [1, 1]
     for row in rows:
         assert set(LLAMA_BENCH_KEYS) <= set(row)
+        assert (row["n_gpu_layers"], row["flash_attn"], row["embeddings"], row["poll"]) == (0, 0, False, None)
         assert row["model_filename"] == str(scripted)
         assert (row["type_k"], row["type_v"], row["dtype"], row["devices"]) == ("f32", "f32", "float32", "cpu")
         assert (row["n_depth"], row["n_batch"]) == (4, 512)
