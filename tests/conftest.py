@@ -9,6 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same examples every time, whatever else the machine is doing: a red run means a changed program.
+settings.register_profile("suite", derandomize=True, deadline=None)
+settings.load_profile("suite")
 
 ROOT = Path(__file__).parents[1]
 # Downloads are kept between runs; several clones may share one folder.

@@ -83,8 +83,9 @@ def test_long_text(pair: tuple[sentencepiece.SentencePieceProcessor, Tokenizer])
 @given(text=TEXTS)
 def test_decoded_text_is_the_library_s(pair: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str) -> None:
     library, tokenizer = pair
-    ids = library.encode(text)
-    assume(library.unk_id() not in ids and not text.startswith((" ", "▁")))  # it writes ⁇ , and drops many spaces
+    known = "".join(letter for letter in text if library.unk_id() not in library.encode(letter))  # it writes unknown ones as ⁇
+    ids = library.encode(known.lstrip(" ▁"))  # it drops many spaces at the beginning
+    assume(library.unk_id() not in ids)  # normalizing may still have joined two letters to an unknown one
     assert tokenizer.decode(ids) == library.decode(ids)
 
 
