@@ -1,0 +1,68 @@
+// Sixteen lanes in one AVX-512 register: the interface that every file in simd/ offers, under the same names. Kernels are
+// written once against it and compiled once per instruction set. A lane is an output row, a head dimension or a key.
+//
+// No standard containers or algorithms in files compiled for one instruction set: the linker would be free to pick their
+// AVX-512 copy for everyone.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace llmctl::LLMCTL_ISA {
+
+struct F32 { __m512 v; };    // 16 float32
+struct I32 { __m512i v; };   // 16 int32
+struct U8 { __m512i v; };    // 64 bytes: 4 per lane
+
+inline F32 zero_f32() { return {_mm512_setzero_ps()}; }
+inline F32 set_f32(float x) { return {_mm512_set1_ps(x)}; }
+inline F32 load_f32(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline F32 load_f32_first(const float* p, int n) {   // lanes n.. are 0; n from 0 to 16
+  return {_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p)};
+}
+inline void store_f32(float* p, F32 a) { _mm512_storeu_ps(p, a.v); }
+inline void store_f32_first(float* p, F32 a, int n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), a.v); }
+inline F32 load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+inline void store_f16(uint16_t* p, F32 a) {   // round to nearest even
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline F32 load_bf16(const uint16_t* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
+inline F32 add(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F32 sub(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F32 mul(F32 a, F32 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F32 div(F32 a, F32 b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }   // a * b + c, one rounding
+inline F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline F32 abs(F32 a) { return {_mm512_abs_ps(a.v)}; }
+inline float reduce_add(F32 a) {   // a fixed tree: lane i + lane i + 8, then + 4, + 2, + 1, in every instruction set
+  __m256 half = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
+  return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_shuffle_ps(quarter, quarter, 1)));
+}
+inline float reduce_max(F32 a) { return _mm512_reduce_max_ps(a.v); }
+inline F32 round_f32(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline F32 scale_by_power_of_two(F32 a, F32 n) { return {_mm512_scalef_ps(a.v, n.v)}; }   // a * 2^n, n whole
+
+inline I32 zero_i32() { return {_mm512_setzero_si512()}; }
+inline I32 set_i32(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline I32 load_i32(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_i32(int32_t* p, I32 a) { _mm512_storeu_si512(p, a.v); }
+inline I32 load_u8_i32(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+inline I32 load_i8_i32(const int8_t* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+inline I32 add(I32 a, I32 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline I32 sub(I32 a, I32 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+inline I32 mul(I32 a, I32 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+inline I32 bit_and(I32 a, I32 b) { return {_mm512_and_si512(a.v, b.v)}; }
+inline I32 bit_or(I32 a, I32 b) { return {_mm512_or_si512(a.v, b.v)}; }
+template <int N> I32 shift_right(I32 a) { return {_mm512_srli_epi32(a.v, N)}; }   // logical
+template <int N> I32 shift_left(I32 a) { return {_mm512_slli_epi32(a.v, N)}; }
+inline F32 to_f32(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline I32 to_i32(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }   // nearest even
+inline void store_i8(int8_t* p, I32 a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v)); }   // values fit
+
+}  // namespace llmctl::LLMCTL_ISA
