@@ -35,6 +35,10 @@ inline F32 sub(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline F32 mul(F32 a, F32 b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline F32 div(F32 a, F32 b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }   // a * b + c, one rounding
+inline F32 select_less(F32 a, F32 b, F32 x, F32 y) {   // a < b ? x : y; y where a or b is NaN
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
+}
+// max: a > b ? a : b, min: a < b ? a : b, so b where either is NaN.
 inline F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F32 abs(F32 a) { return {_mm512_abs_ps(a.v)}; }
@@ -46,7 +50,7 @@ inline float reduce_add(F32 a) {   // a fixed tree: lane i + lane i + 8, then + 
 }
 inline float reduce_max(F32 a) { return _mm512_reduce_max_ps(a.v); }
 inline F32 round_f32(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-inline F32 scale_by_power_of_two(F32 a, F32 n) { return {_mm512_scalef_ps(a.v, n.v)}; }   // a * 2^n, n whole
+inline F32 scale_by_power_of_two(F32 a, F32 n) { return {_mm512_scalef_ps(a.v, n.v)}; }   // a * 2^n, n whole, -252 to 252
 
 inline I32 zero_i32() { return {_mm512_setzero_si512()}; }
 inline I32 set_i32(int32_t x) { return {_mm512_set1_epi32(x)}; }
@@ -61,6 +65,8 @@ inline I32 bit_and(I32 a, I32 b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline I32 bit_or(I32 a, I32 b) { return {_mm512_or_si512(a.v, b.v)}; }
 template <int N> I32 shift_right(I32 a) { return {_mm512_srli_epi32(a.v, N)}; }   // logical
 template <int N> I32 shift_left(I32 a) { return {_mm512_slli_epi32(a.v, N)}; }
+inline I32 bits(F32 a) { return {_mm512_castps_si512(a.v)}; }
+inline F32 from_bits(I32 a) { return {_mm512_castsi512_ps(a.v)}; }
 inline F32 to_f32(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline I32 to_i32(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }   // nearest even
 inline void store_i8(int8_t* p, I32 a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v)); }   // values fit
