@@ -1,6 +1,13 @@
-// What Python sees of the native kernels.
+// What Python sees of the native kernels. Every area adds two lines.
 #include <nanobind/nanobind.h>
 
 namespace nb = nanobind;
 
-NB_MODULE(_native, m) { m.doc() = "llmctl's native CPU kernels"; }
+namespace llmctl {
+void bind_pool(nb::module_& m);
+}  // namespace llmctl
+
+NB_MODULE(_native, m) {
+  m.doc() = "llmctl's native CPU kernels";
+  llmctl::bind_pool(m);
+}
