@@ -1,0 +1,130 @@
+// Sixteen lanes in two AVX2 registers (with FMA and F16C); see avx512.hpp for the interface.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace llmctl::LLMCTL_ISA {
+
+struct F32 { __m256 lo, hi; };    // 16 float32
+struct I32 { __m256i lo, hi; };   // 16 int32
+struct U8 { __m256i lo, hi; };    // 64 bytes: 4 per lane
+
+// 16 words of ones, then 16 of zeros: the mask of the first n lanes starts at word 16 - n.
+alignas(64) static const int32_t kFirstLanes[32] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+
+inline __m256i load256(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline void store256(void* p, __m256i a) { _mm256_storeu_si256((__m256i*)p, a); }
+
+inline F32 zero_f32() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline F32 set_f32(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F32 load_f32(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline F32 load_f32_first(const float* p, int n) {   // lanes n.. are 0; n from 0 to 16
+  const int32_t* mask = kFirstLanes + 16 - n;
+  return {_mm256_maskload_ps(p, load256(mask)), _mm256_maskload_ps(p + 8, load256(mask + 8))};
+}
+inline void store_f32(float* p, F32 a) {
+  _mm256_storeu_ps(p, a.lo);
+  _mm256_storeu_ps(p + 8, a.hi);
+}
+inline void store_f32_first(float* p, F32 a, int n) {
+  const int32_t* mask = kFirstLanes + 16 - n;
+  _mm256_maskstore_ps(p, load256(mask), a.lo);
+  _mm256_maskstore_ps(p + 8, load256(mask + 8), a.hi);
+}
+inline F32 load_f16(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+inline void store_f16(uint16_t* p, F32 a) {   // round to nearest even
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT));
+}
+inline __m256 widen_bf16(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+inline F32 load_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
+inline F32 add(F32 a, F32 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline F32 sub(F32 a, F32 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline F32 mul(F32 a, F32 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline F32 div(F32 a, F32 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline F32 fma(F32 a, F32 b, F32 c) {   // a * b + c, one rounding
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline F32 max(F32 a, F32 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline F32 min(F32 a, F32 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+inline F32 abs(F32 a) {
+  __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+inline float reduce_add(F32 a) {   // lane i + lane i + 8, then + 4, + 2, + 1
+  __m256 half = _mm256_add_ps(a.lo, a.hi);
+  __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
+  return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_shuffle_ps(quarter, quarter, 1)));
+}
+inline float reduce_max(F32 a) {
+  __m256 half = _mm256_max_ps(a.lo, a.hi);
+  __m128 quarter = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  quarter = _mm_max_ps(quarter, _mm_movehl_ps(quarter, quarter));
+  return _mm_cvtss_f32(_mm_max_ss(quarter, _mm_shuffle_ps(quarter, quarter, 1)));
+}
+inline F32 round_f32(F32 a) {
+  return {_mm256_round_ps(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+          _mm256_round_ps(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+// a * 2^n in two steps, so that results below the normal numbers come out and the exponent of neither factor overflows.
+inline __m256 scale_by_power_of_two(__m256 a, __m256 n) {
+  n = _mm256_max_ps(_mm256_min_ps(n, _mm256_set1_ps(254)), _mm256_set1_ps(-252));
+  __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), bias = _mm256_set1_epi32(127);
+  __m256i first = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
+  __m256i second = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23);
+  return _mm256_mul_ps(_mm256_mul_ps(a, _mm256_castsi256_ps(first)), _mm256_castsi256_ps(second));
+}
+inline F32 scale_by_power_of_two(F32 a, F32 n) {   // a * 2^n, n whole
+  return {scale_by_power_of_two(a.lo, n.lo), scale_by_power_of_two(a.hi, n.hi)};
+}
+
+inline I32 zero_i32() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline I32 set_i32(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline I32 load_i32(const int32_t* p) { return {load256(p), load256(p + 8)}; }
+inline void store_i32(int32_t* p, I32 a) {
+  store256(p, a.lo);
+  store256(p + 8, a.hi);
+}
+inline I32 load_u8_i32(const uint8_t* p) {
+  return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+inline I32 load_i8_i32(const int8_t* p) {
+  return {_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+inline I32 add(I32 a, I32 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+inline I32 sub(I32 a, I32 b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
+inline I32 mul(I32 a, I32 b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
+inline I32 max(I32 a, I32 b) { return {_mm256_max_epi32(a.lo, b.lo), _mm256_max_epi32(a.hi, b.hi)}; }
+inline I32 bit_and(I32 a, I32 b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
+inline I32 bit_or(I32 a, I32 b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+template <int N> I32 shift_right(I32 a) { return {_mm256_srli_epi32(a.lo, N), _mm256_srli_epi32(a.hi, N)}; }   // logical
+template <int N> I32 shift_left(I32 a) { return {_mm256_slli_epi32(a.lo, N), _mm256_slli_epi32(a.hi, N)}; }
+inline F32 to_f32(I32 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+inline I32 to_i32(F32 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }   // nearest even
+inline I32 bits_of(F32 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
+inline F32 from_bits(I32 a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
+inline int32_t reduce_max(I32 a) {
+  __m256i half = _mm256_max_epi32(a.lo, a.hi);
+  __m128i quarter = _mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  quarter = _mm_max_epi32(quarter, _mm_shuffle_epi32(quarter, 0x4E));
+  return _mm_cvtsi128_si32(_mm_max_epi32(quarter, _mm_shuffle_epi32(quarter, 0xB1)));
+}
+inline int32_t reduce_add(I32 a) {
+  __m256i half = _mm256_add_epi32(a.lo, a.hi);
+  __m128i quarter = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  quarter = _mm_add_epi32(quarter, _mm_shuffle_epi32(quarter, 0x4E));
+  return _mm_cvtsi128_si32(_mm_add_epi32(quarter, _mm_shuffle_epi32(quarter, 0xB1)));
+}
+inline void store_i8(int8_t* p, I32 a) {   // values fit
+  __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xD8);
+  _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+
+}  // namespace llmctl::LLMCTL_ISA
