@@ -51,6 +51,13 @@ inline F32 div(F32 a, F32 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(
 inline F32 fma(F32 a, F32 b, F32 c) {   // a * b + c, one rounding
   return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
 }
+inline __m256 select_less(__m256 a, __m256 b, __m256 x, __m256 y) {
+  return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+inline F32 select_less(F32 a, F32 b, F32 x, F32 y) {   // a < b ? x : y; y where a or b is NaN
+  return {select_less(a.lo, b.lo, x.lo, y.lo), select_less(a.hi, b.hi, x.hi, y.hi)};
+}
+// max: a > b ? a : b, min: a < b ? a : b, so b where either is NaN.
 inline F32 max(F32 a, F32 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 inline F32 min(F32 a, F32 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
 inline F32 abs(F32 a) {
@@ -108,7 +115,7 @@ template <int N> I32 shift_right(I32 a) { return {_mm256_srli_epi32(a.lo, N), _m
 template <int N> I32 shift_left(I32 a) { return {_mm256_slli_epi32(a.lo, N), _mm256_slli_epi32(a.hi, N)}; }
 inline F32 to_f32(I32 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 inline I32 to_i32(F32 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }   // nearest even
-inline I32 bits_of(F32 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
+inline I32 bits(F32 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
 inline F32 from_bits(I32 a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
 inline int32_t reduce_max(I32 a) {
   __m256i half = _mm256_max_epi32(a.lo, a.hi);

@@ -70,8 +70,6 @@ inline I32 bits(F32 a) { return {_mm512_castps_si512(a.v)}; }
 inline F32 from_bits(I32 a) { return {_mm512_castsi512_ps(a.v)}; }
 inline F32 to_f32(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline I32 to_i32(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }   // nearest even
-inline I32 bits_of(F32 a) { return {_mm512_castps_si512(a.v)}; }
-inline F32 from_bits(I32 a) { return {_mm512_castsi512_ps(a.v)}; }
 inline int32_t reduce_max(I32 a) { return _mm512_reduce_max_epi32(a.v); }
 inline int32_t reduce_add(I32 a) { return _mm512_reduce_add_epi32(a.v); }
 inline void store_i8(int8_t* p, I32 a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v)); }   // values fit

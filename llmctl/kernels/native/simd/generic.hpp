@@ -66,6 +66,10 @@ inline F32 sub(F32 a, F32 b) { return make<F32>([&](int i) { return a.v[i] - b.v
 inline F32 mul(F32 a, F32 b) { return make<F32>([&](int i) { return a.v[i] * b.v[i]; }); }
 inline F32 div(F32 a, F32 b) { return make<F32>([&](int i) { return a.v[i] / b.v[i]; }); }
 inline F32 fma(F32 a, F32 b, F32 c) { return make<F32>([&](int i) { return a.v[i] * b.v[i] + c.v[i]; }); }
+inline F32 select_less(F32 a, F32 b, F32 x, F32 y) {   // a < b ? x : y; y where a or b is NaN
+  return make<F32>([&](int i) { return a.v[i] < b.v[i] ? x.v[i] : y.v[i]; });
+}
+// max: a > b ? a : b, min: a < b ? a : b, so b where either is NaN.
 inline F32 max(F32 a, F32 b) { return make<F32>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
 inline F32 min(F32 a, F32 b) { return make<F32>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
 inline F32 abs(F32 a) { return make<F32>([&](int i) { return std::fabs(a.v[i]); }); }
@@ -114,7 +118,7 @@ static inline int32_t nearest_i32(float x) {   // what does not fit comes out as
   return x >= -0x1p31f && x < 0x1p31f ? (int32_t)round_to_even(x) : INT32_MIN;
 }
 inline I32 to_i32(F32 a) { return make<I32>([&](int i) { return nearest_i32(a.v[i]); }); }   // nearest even
-inline I32 bits_of(F32 a) { return make<I32>([&](int i) { return (int32_t)as_bits(a.v[i]); }); }
+inline I32 bits(F32 a) { return make<I32>([&](int i) { return (int32_t)as_bits(a.v[i]); }); }
 inline F32 from_bits(I32 a) { return make<F32>([&](int i) { return as_float((uint32_t)a.v[i]); }); }
 inline int32_t reduce_max(I32 a) {
   for (int width = 8; width; width /= 2)
