@@ -59,6 +59,11 @@ class SamplingParams:
                 raise UsageError(f"logit bias of token {token_id} must be a number or -inf, found {bias}")
 
     @property
+    def has_penalties(self) -> bool:
+        """True when tokens seen before are less likely, or more."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
     def is_greedy(self) -> bool:
         """True when the most likely token is taken without a draw."""
         return self.temperature < 1e-5 or self.top_k == 1

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llmctl.errors import LlmctlError
+from llmctl.kernels.sample import top_k
 from llmctl.runtime.sampling.params import SamplingParams
-from llmctl.runtime.sampling.processors import apply_bias, apply_penalties, candidates, log_softmax, softmax
+from llmctl.runtime.sampling.processors import candidates, log_normalizer, most_likely, shape, softmax
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,18 @@ class Sampler:
 
         LlmctlError if the model computed something that is not a number.
         """
-        if np.isnan(logits).any():
-            raise LlmctlError("the model computed logits that are not numbers: its weights are broken, or overflow in this dtype")
-        shaped = apply_penalties(apply_bias(logits.copy(), self.params), self.params, token_ids)
-        token_id = int(shaped.argmax()) if self.params.is_greedy else self._draw(shaped)
+        shaped = shape(logits, self.params, token_ids)
+        token_id = most_likely(shaped) if self.params.is_greedy else self._draw(shaped)
         if self.params.num_logprobs is None:
             return SampledToken(token_id)
-        logprobs = log_softmax(logits)
-        best = np.lexsort((np.arange(len(logprobs)), -logprobs))[: self.params.num_logprobs]
-        return SampledToken(token_id, float(logprobs[token_id]), {int(i): float(logprobs[i]) for i in best})
+        normalizer = log_normalizer(logits)
+        ids, best = top_k(logits, max(self.params.num_logprobs, 1))
+        alternatives = list(zip(ids.tolist(), (best.astype(np.float64) - normalizer).tolist(), strict=True))
+        return SampledToken(token_id, float(logits[token_id]) - normalizer, dict(alternatives[: self.params.num_logprobs]))
 
     def _draw(self, logits: np.ndarray) -> int:
         """Inverse of the cumulative distribution over the candidates, at one uniform number."""
         ids, kept = candidates(logits, self.params)
-        cumulative = np.cumsum(softmax(kept / np.float32(self.params.temperature)))
-        chosen = np.searchsorted(cumulative, self._generator.random() * cumulative[-1], side="right")
+        cumulative = softmax(kept / np.float32(self.params.temperature)).cumsum()
+        chosen = cumulative.searchsorted(self._generator.random() * cumulative[-1], side="right")
         return int(ids[min(int(chosen), len(ids) - 1)])

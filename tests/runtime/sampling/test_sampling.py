@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmctl.errors import LlmctlError, UsageError
+from llmctl.kernels.sample import _numpy
+from llmctl.runtime.sampling import processors, sampler
 from llmctl.runtime.sampling.params import SamplingParams
 from llmctl.runtime.sampling.processors import apply_penalties, candidates, softmax
 from llmctl.runtime.sampling.sampler import Sampler
@@ -178,3 +180,47 @@ def test_minus_infinity_everywhere_but_one_is_no_trouble() -> None:
 def test_not_a_number_is_an_error_not_a_token() -> None:
     with pytest.raises(LlmctlError, match="not numbers"):
         Sampler(SamplingParams(temperature=0)).sample(logits(1, math.nan), [])
+
+
+@pytest.mark.parametrize("row", [[1, math.nan], [math.nan, 1], [5, 1, math.nan, 0]])
+@pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_k": 2}, {"logit_bias": {0: 1.0}}])
+def test_not_a_number_is_an_error_for_every_kind_of_draw(row: list[float], params: dict[str, object]) -> None:
+    with pytest.raises(LlmctlError, match="not numbers"):
+        Sampler(SamplingParams(**params)).sample(logits(*row), [])
+
+
+def test_the_token_has_the_same_logprob_in_both_places() -> None:
+    token = Sampler(SamplingParams(temperature=0, num_logprobs=1)).sample(logits(0.1, 0.7, 0.3), [])
+    assert token.top_logprobs == {1: token.logprob}
+    assert Sampler(SamplingParams(temperature=0, num_logprobs=0)).sample(logits(0.1), []).top_logprobs == {}
+
+
+def plain_draw(row: np.ndarray, params: SamplingParams, random: np.random.Generator) -> int:
+    """A draw that sorts and weighs the whole vocabulary, by the definitions of the parameters."""
+    order = sorted(range(len(row)), key=lambda i: (-float(row[i]), i))
+    order = [i for i in order if row[i] > -math.inf]
+    order = order[: params.top_k or len(order)]
+    weights = np.exp(row[order].astype(np.float64) - float(row.max()))
+    before = np.cumsum(weights / weights.sum()) - weights / weights.sum()
+    order = order[: max(1, int((before < params.top_p).sum()))] if params.top_p < 1 else order
+    floor = row[order[0]] + math.log(params.min_p) if params.min_p else -math.inf
+    order = [i for i in order if row[i] >= floor]
+    weights = np.exp((row[order] / np.float32(params.temperature)).astype(np.float64))
+    cumulative = np.cumsum(weights / weights.sum())
+    return order[int(np.searchsorted(cumulative, random.random() * cumulative[-1], side="right"))]
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("params", [{}, {"top_k": 0}, {"top_k": 7, "top_p": 1.0}, {"top_k": 500, "min_p": 0.0}, {"top_p": 0.3}])
+def test_draws_are_those_of_a_plain_computation(native: bool, params: dict[str, object], monkeypatch) -> None:
+    if not native:
+        for module, names in ((processors, ("argmax", "top_k")), (sampler, ("top_k",))):
+            for name in names:
+                monkeypatch.setattr(module, name, getattr(_numpy, name))
+    chosen = SamplingParams(seed=4, **params)
+    drawing, random = Sampler(chosen), np.random.Generator(np.random.PCG64(4))
+    source = np.random.default_rng(1)
+    for _ in range(60):
+        row = source.normal(0, 3, 2000).astype(np.float32)
+        row[source.integers(0, 2000, 50)] = -np.inf
+        assert drawing.sample(row, []).token_id == plain_draw(row, chosen, random)
