@@ -3,6 +3,7 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 python=$venv/bin/python
+not_built=llmctl/kernels/native/_not_built.txt  # hatch_build.py writes it
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -28,23 +29,52 @@ make_venv() {
     "$interpreter" -m venv --clear "$venv"
 }
 
-# Prints what the installation depends on; fails where .venv has no working Python.
+# Prints what an installation (core), or the extension in it (native), was made from; fails where .venv has no working Python.
 fingerprint() {
-    "$python" -c 'import hashlib, sys; print(hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest())' \
-        "$root/pyproject.toml" 2>/dev/null
+    "$python" - "$1" "$root" "$(command -v "${CXX:-c++}" g++ clang++)" 2>/dev/null <<'END'
+import hashlib, pathlib, sys
+kind, root, compilers = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3]
+native = root / "llmctl/kernels/native"
+sources = [root / "hatch_build.py", *sorted(p for p in native.rglob("*") if p.suffix in (".cpp", ".hpp") or p.name == "CMakeLists.txt")]
+hashed = hashlib.sha256(compilers.encode() if kind == "native" else b"")
+for path in sources if kind == "native" else [root / "pyproject.toml"]:
+    hashed.update(path.name.encode() + path.read_bytes())
+print(hashed.hexdigest())
+END
 }
 
-# ensure_environment [EXTRA]: the package and its dependencies (and those of EXTRA) are installed in .venv.
+# is_made STAMP KIND: the stamp holds the fingerprint of what is there now.
+is_made() { [ -f "$1" ] && [ "$(cat "$1")" = "$(fingerprint "$2")" ]; }
+
+# ensure_environment [EXTRA]: the package and its dependencies (and those of EXTRA) are installed in .venv, its extension built
+# from the sources that are there now.
 ensure_environment() {
-    local extra=${1:-} target=$root stamp
+    local extra=${1:-} target=$root stamp native=$venv/.llmctl-native
     stamp=$venv/.llmctl-installed-${extra:-core}
-    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ]; then return; fi
-    make_venv || return 1
-    if [ -n "$extra" ]; then target="$root[$extra]"; fi
-    say "Installing $target (a few minutes the first time)"
-    install_torch || return 1
-    "$python" -m pip install -qq --disable-pip-version-check --editable "$target" || return 1
-    fingerprint >"$stamp"
+    if ! is_made "$stamp" core; then
+        make_venv || return 1
+        if [ -n "$extra" ]; then target="$root[$extra]"; fi
+        say "Installing $target (a few minutes the first time)"
+        install_torch || return 1
+        "$python" -m pip install -qq --disable-pip-version-check --editable "$target" || return 1
+        fingerprint core >"$stamp"
+    elif ! is_made "$native" native || ! has_outcome; then
+        say "Building the native kernels"
+        "$python" -m pip install -qq --disable-pip-version-check --no-deps --editable "$root" || return 1
+    else
+        return 0
+    fi
+    fingerprint native >"$native"
+    tell_outcome
+}
+
+# Whether the extension, or the note that says why there is none, lies where the install put it.
+has_outcome() {
+    [ -f "$root/$not_built" ] || compgen -G "$root/llmctl/kernels/native/_native.*" >/dev/null
+}
+
+tell_outcome() {
+    if [ -f "$root/$not_built" ]; then say "llmctl runs without its native kernels, slowly: $(cat "$root/$not_built")"; fi
 }
 
 # Installs torch first where a CPU build is better and has to be asked for; anything else is left to pip.
