@@ -1,0 +1,101 @@
+// How the attention of a batch is divided into items.
+#include "attention.hpp"
+
+#include <algorithm>
+
+namespace llmctl {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr int64_t kItemsPerThread = 4;   // enough to even out blocks of unequal length
+constexpr int64_t kFewestRows = 24;      // below, loading a tile costs more than using it
+
+class Planner {
+ public:
+  Planner(const AttentionSequence* sequences, int64_t num_sequences, int64_t num_heads, const KvShape& shape, int64_t window,
+          int64_t threads, AttentionPlan& plan)
+      : sequences_(sequences), num_sequences_(num_sequences), kv_heads_(shape.kv_heads), group_(num_heads / shape.kv_heads),
+        max_rows_(attention_max_rows(num_heads, shape)), window_(window), threads_(threads), plan_(plan) {}
+
+  void run() {
+    plan_.items.clear();
+    plan_.merges.clear();
+    plan_.partial_rows = 0;
+    int64_t tokens = block_tokens();
+    bool split = num_sequences_ * kv_heads_ < kItemsPerThread * threads_;
+    for (int64_t s = 0; s < num_sequences_; ++s) {
+      const AttentionSequence& sequence = sequences_[s];
+      for (int64_t query = 0; query < sequence.num_queries; query += tokens) {
+        add_block(s, query, std::min(tokens, sequence.num_queries - query), split && sequence.num_queries <= kSplitQueries);
+      }
+    }
+    auto partitions = [](const AttentionItem& item) { return item.last_partition - item.first_partition; };
+    std::sort(plan_.items.begin(), plan_.items.end(), [partitions](const AttentionItem& a, const AttentionItem& b) {
+      return partitions(a) * a.num_queries > partitions(b) * b.num_queries;
+    });
+  }
+
+ private:
+  // Tokens of a query block: as many as an item may hold, fewer while threads would be idle.
+  int64_t block_tokens() const {
+    int64_t tokens = std::max<int64_t>(1, max_rows_ / group_);
+    while (tokens * group_ >= 2 * kFewestRows && tokens > 1 && count_blocks(tokens) * kv_heads_ < kItemsPerThread * threads_) {
+      tokens = ceil_div(tokens, 2);
+    }
+    return tokens;
+  }
+
+  int64_t count_blocks(int64_t tokens) const {
+    int64_t blocks = 0;
+    for (int64_t s = 0; s < num_sequences_; ++s) blocks += ceil_div(sequences_[s].num_queries, tokens);
+    return blocks;
+  }
+
+  void add_block(int64_t s, int64_t query, int64_t tokens, bool split) {
+    int64_t position = sequences_[s].context_len - sequences_[s].num_queries + query;
+    int64_t first = window_ ? std::max<int64_t>(0, position - window_ + 1) / kPartition : 0;
+    int64_t last = ceil_div(position + tokens, kPartition);
+    for (int64_t head = 0; head < kv_heads_; ++head) {
+      AttentionItem item = {int32_t(s), int32_t(head), query, tokens, first, last, -1};
+      if (split && last - first > 1) {
+        add_split(item);
+      } else {
+        plan_.items.push_back(item);
+      }
+    }
+  }
+
+  void add_split(AttentionItem item) {
+    int64_t rows = item.num_queries * group_, count = item.last_partition - item.first_partition;
+    for (int64_t row = 0; row < rows; ++row) {
+      int32_t head = int32_t(item.kv_head * group_ + row % group_);
+      plan_.merges.push_back({item.sequence, head, item.first_query + row / group_, plan_.partial_rows + row, rows, count});
+    }
+    for (int64_t partition = item.first_partition, last = item.last_partition; partition < last; ++partition) {
+      item.first_partition = partition;
+      item.last_partition = partition + 1;
+      item.partial = plan_.partial_rows;
+      plan_.items.push_back(item);
+      plan_.partial_rows += rows;
+    }
+  }
+
+  const AttentionSequence* sequences_;
+  int64_t num_sequences_, kv_heads_, group_, max_rows_, window_, threads_;
+  AttentionPlan& plan_;
+};
+
+}  // namespace
+
+void plan_attention(const AttentionSequence* sequences, int64_t num_sequences, int64_t num_heads, const KvShape& shape,
+                    int64_t sliding_window, int64_t threads, AttentionPlan& plan) {
+  Planner(sequences, num_sequences, num_heads, shape, sliding_window, threads, plan).run();
+}
+
+int64_t attention_max_partial_rows(int64_t max_context, int64_t num_heads, const KvShape& shape, int64_t threads) {
+  int64_t sequences = (kItemsPerThread * threads - 1) / shape.kv_heads;
+  return sequences * kSplitQueries * num_heads * ceil_div(max_context, kPartition);
+}
+
+}  // namespace llmctl

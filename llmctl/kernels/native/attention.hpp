@@ -1,0 +1,142 @@
+// Attention over paged keys and values: the pages, what a batch is, how its work is divided.
+//
+// A page holds 16 tokens of one layer: [kv head][key part | value part], each part a multiple of 64 bytes.
+//   keys    transposed, [head_dim][16 tokens]: 16 keys are 16 lanes
+//   values  [16 tokens][head_dim padded to 16, the padding 0]
+//   Q8_0    int8 codes in the same order behind their f16 scales, one for 32 columns of a token's head:
+//           keys f16[head_dim / 32][16 tokens], values f16[16 tokens][head_dim / 32] (rounded up); value = scale * code
+//
+// Row invariance: keys are cut into partitions of 512 and tiles of 64 at absolute positions. A partition has an online softmax
+// of its own over its tiles, in order; partitions are merged in order, by one formula. Everything that is summed for a
+// query (along head_dim, along keys) is one chain in index order over the keys this query sees and no others. So its result
+// has the same bits in decode, in a prefill of any chunking, beside any other queries and for any number of threads.
+// A slot that no visible token was stored to is never part of a product that is kept: pages may hold anything there.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace llmctl {
+
+enum class KvType : int32_t { F32, F16, BF16, Q8_0 };
+
+constexpr int64_t kPageTokens = 16;
+constexpr int64_t kKeyTile = 64;
+constexpr int64_t kPartition = 512;
+constexpr int64_t kMaxHeadDim = 512;   // head_dim is a multiple of 8
+
+struct KvShape {
+  KvType type;
+  int64_t kv_heads;
+  int64_t head_dim;
+};
+
+// One layer's pages: page p begins at data + p * page_stride. `data` and the stride are multiples of 64.
+struct KvPages {
+  KvShape shape;
+  uint8_t* data;
+  int64_t page_stride;
+};
+
+// Internal linkage: a copy compiled for one instruction set must not serve the others.
+static inline int64_t padded_head_dim(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
+static inline int64_t kv_scales(const KvShape& shape) { return (shape.head_dim + 31) / 32; }   // of one token's head, Q8_0
+static inline int64_t kv_element_bytes(KvType type) { return type == KvType::F32 ? 4 : type == KvType::Q8_0 ? 1 : 2; }
+
+static inline int64_t kv_part_bytes(const KvShape& shape, int64_t columns) {
+  int64_t scales = shape.type == KvType::Q8_0 ? kv_scales(shape) * kPageTokens * 2 : 0;
+  return (scales + columns * kPageTokens * kv_element_bytes(shape.type) + 63) / 64 * 64;
+}
+static inline int64_t kv_key_bytes(const KvShape& shape) { return kv_part_bytes(shape, shape.head_dim); }
+static inline int64_t kv_head_bytes(const KvShape& shape) {
+  return kv_key_bytes(shape) + kv_part_bytes(shape, padded_head_dim(shape.head_dim));
+}
+static inline int64_t kv_page_bytes(const KvShape& shape) { return shape.kv_heads * kv_head_bytes(shape); }
+
+// num_queries consecutive tokens of a sequence, the last one at position context_len - 1; all keys below context_len are
+// stored. Token i of it reads row first_query + i of the queries. The table holds ceil(context_len / 16) pages.
+struct AttentionSequence {
+  int64_t first_query;
+  int64_t num_queries;
+  int64_t context_len;
+  const int64_t* block_table;
+};
+
+// Query head h reads kv head h / (num_heads / kv_heads).
+struct AttentionCall {
+  KvPages pages;
+  const AttentionSequence* sequences;
+  int64_t num_heads;
+  float scale;              // on the scores
+  float softcap;            // scores become softcap * tanh(scores / softcap); 0: as they are
+  int64_t sliding_window;   // a query at p sees p - window + 1 .. p; 0: all up to p
+  const float* queries;     // [tokens][num_heads][head_dim], tokens query_stride apart
+  int64_t query_stride;
+  float* out;               // the same shape, tokens out_stride apart
+  int64_t out_stride;
+};
+
+// A block of queries of one sequence against one kv head, over partitions first .. last - 1 of its keys.
+struct AttentionItem {
+  int32_t sequence;
+  int32_t kv_head;
+  int64_t first_query;      // within the sequence
+  int64_t num_queries;
+  int64_t first_partition;
+  int64_t last_partition;
+  int64_t partial;          // first partial row to write (one a query and head of the group); -1: writes `out`
+};
+
+// One query head whose partitions were computed by several items: partial rows partial, partial + stride, ...
+struct AttentionMerge {
+  int32_t sequence;
+  int32_t head;
+  int64_t query;
+  int64_t partial;
+  int64_t stride;
+  int64_t count;
+};
+
+struct AttentionKernels {
+  // One token's key and value [head_dim] of one kv head, rounded to nearest even; slot = page * 16 + offset, -1: nothing.
+  void (*store)(const KvPages& pages, int64_t kv_head, int64_t slot, const float* key, const float* value);
+  // The same, read back.
+  void (*load)(const KvPages& pages, int64_t kv_head, int64_t slot, float* key, float* value);
+  // Any number of threads at once, each with its own scratch.
+  void (*run)(const AttentionCall& call, const AttentionItem& item, float* scratch, float* partials);
+  // After all items: independent of each other as well.
+  void (*merge)(const AttentionCall& call, const AttentionMerge& merge, const float* partials);
+};
+
+// Query rows (tokens x heads of the group) an item holds at most.
+static inline int64_t attention_max_rows(int64_t num_heads, const KvShape& shape) {
+  int64_t rows = shape.head_dim <= 256 ? 192 : 96, group = num_heads / shape.kv_heads;
+  return rows < group ? group : rows;
+}
+
+// Floats of one partial row: head_dim padded, then the maximum and the sum.
+static inline int64_t attention_partial_floats(const KvShape& shape) { return padded_head_dim(shape.head_dim) + 16; }
+
+// Floats of one thread's scratch, 64-byte aligned.
+static inline int64_t attention_scratch_floats(int64_t num_heads, const KvShape& shape) {
+  int64_t rows = attention_max_rows(num_heads, shape), lanes = (rows + 15) / 16 * 16, width = padded_head_dim(shape.head_dim);
+  return rows * (3 * width + kKeyTile + 16) + kKeyTile * (shape.head_dim + width) + 6 * lanes;
+}
+
+// The work of one step, the same for all layers of one shape and window; kept and filled anew, so that it stops allocating.
+struct AttentionPlan {
+  std::vector<AttentionItem> items;      // the longest first
+  std::vector<AttentionMerge> merges;    // after all items
+  int64_t partial_rows = 0;
+};
+
+// Sequences of at most kSplitQueries queries are divided by partitions of their keys too, where there are threads to spare.
+// How the work is divided never changes a bit of the result.
+constexpr int64_t kSplitQueries = 8;
+void plan_attention(const AttentionSequence* sequences, int64_t num_sequences, int64_t num_heads, const KvShape& shape,
+                    int64_t sliding_window, int64_t threads, AttentionPlan& plan);
+
+// Partial rows no plan exceeds whose contexts are at most `max_context` long.
+int64_t attention_max_partial_rows(int64_t max_context, int64_t num_heads, const KvShape& shape, int64_t threads);
+
+}  // namespace llmctl

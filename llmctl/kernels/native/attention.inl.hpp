@@ -1,0 +1,352 @@
+// Attention of one item: a block of query rows (tokens x heads of a group) against the keys of one kv head, tile by tile.
+// Decode and prefill are the same code; only the number of rows differs. See attention.hpp for what fixes the order of sums.
+#pragma once
+
+#include <math.h>
+
+#include "attention_pages.inl.hpp"
+#include "vector_math.inl.hpp"
+
+namespace llmctl::LLMCTL_ISA {
+
+// How many sums an inner loop keeps in registers: 6 rows of 4 vectors where there are 32 registers of 16 lanes, else of 1.
+constexpr int kSumRows = 6;
+#if defined(__AVX512F__)
+constexpr int kSumVectors = 4;
+#else
+constexpr int kSumVectors = 1;
+#endif
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t between(int64_t x, int64_t low, int64_t high) { return smaller(larger(x, low), high); }
+
+// c [R][16 V] = factor[row] * c (null: 0) + a [R][count] times b [count][16 V]: one chain of fma per element, k ascending.
+template <int R, int V>
+inline void multiply_block(const float* a, int64_t a_stride, int64_t count, const float* b, int64_t b_stride,
+                           const float* factors, float* c, int64_t c_stride) {
+  F32 sums[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      sums[r][v] = factors ? mul(set_f32(factors[r]), load_f32(c + r * c_stride + 16 * v)) : zero_f32();
+    }
+  }
+  for (int64_t k = 0; k < count; ++k) {
+    F32 row[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) row[v] = load_f32(b + k * b_stride + 16 * v);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      F32 factor = set_f32(a[r * a_stride + k]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sums[r][v] = fma(factor, row[v], sums[r][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) store_f32(c + r * c_stride + 16 * v, sums[r][v]);
+  }
+}
+
+template <int V>
+inline void multiply_columns(int64_t rows, const float* a, int64_t a_stride, int64_t count, const float* b, int64_t b_stride,
+                             const float* factors, float* c, int64_t c_stride) {
+  switch (rows) {
+    case 1: return multiply_block<1, V>(a, a_stride, count, b, b_stride, factors, c, c_stride);
+    case 2: return multiply_block<2, V>(a, a_stride, count, b, b_stride, factors, c, c_stride);
+    case 3: return multiply_block<3, V>(a, a_stride, count, b, b_stride, factors, c, c_stride);
+    case 4: return multiply_block<4, V>(a, a_stride, count, b, b_stride, factors, c, c_stride);
+    case 5: return multiply_block<5, V>(a, a_stride, count, b, b_stride, factors, c, c_stride);
+    case 6: return multiply_block<6, V>(a, a_stride, count, b, b_stride, factors, c, c_stride);
+  }
+}
+
+// The same for 1 to 6 rows and any number of vectors, V at a time.
+template <int V = kSumVectors>
+inline void multiply(int64_t rows, int64_t vectors, const float* a, int64_t a_stride, int64_t count, const float* b,
+                     int64_t b_stride, const float* factors, float* c, int64_t c_stride) {
+  for (; vectors >= V; vectors -= V, b += 16 * V, c += 16 * V) {
+    multiply_columns<V>(rows, a, a_stride, count, b, b_stride, factors, c, c_stride);
+  }
+  if constexpr (V > 1) {
+    if (vectors) multiply<V / 2>(rows, vectors, a, a_stride, count, b, b_stride, factors, c, c_stride);
+  }
+}
+
+// function(first, rows) over rows first .. last - 1 in blocks of at most 6, as even as can be.
+template <class Function>
+inline void row_blocks(int64_t first, int64_t last, Function function) {
+  for (int64_t left = last - first; left > 0; left = last - first) {
+    int64_t rows = left <= kSumRows ? left : left < 2 * kSumRows ? (left + 1) / 2 : kSumRows;
+    function(first, rows);
+    first += rows;
+  }
+}
+
+// Lanes of "x - maximum" stay numbers where nothing has been seen yet.
+inline F32 finite_or_zero(F32 maximum) { return select_less(set_f32(-INFINITY), maximum, maximum, zero_f32()); }
+
+// Two softmaxes over different keys become one: what each is multiplied by, and the common maximum.
+struct MergeWeights { F32 maximum, first, second; };
+inline MergeWeights merge_weights(F32 first, F32 second) {
+  F32 maximum = max(first, second), base = finite_or_zero(maximum);
+  return {maximum, exp2(sub(first, base)), exp2(sub(second, base))};
+}
+inline F32 merge_lanes(F32 x, F32 first, F32 y, F32 second) { return fma(x, first, mul(y, second)); }
+
+inline void merge_row(float* x, float first, const float* y, float second, int64_t width) {
+  for (int64_t d = 0; d < width; d += 16) {
+    store_f32(x + d, merge_lanes(load_f32(x + d), set_f32(first), load_f32(y + d), set_f32(second)));
+  }
+}
+
+inline void write_row(const float* row, float sum, int64_t n, float* out) {   // + 0: a zero has no sign to differ by
+  F32 inverse = set_f32(1.0f / sum);
+  for (int64_t d = 0; d < n; d += 16) {
+    store_f32_first(out + d, fma(load_f32(row + d), inverse, zero_f32()), int(smaller(16, n - d)));
+  }
+}
+
+// One item at work. Scores are in powers of two: queries are scaled by log2 e on the way in (or after the cap).
+class ItemRun {
+ public:
+  ItemRun(const AttentionCall& call, const AttentionItem& item, float* scratch)
+      : call_(call),
+        item_(item),
+        shape_(call.pages.shape),
+        sequence_(call.sequences[item.sequence]),
+        group_(call.num_heads / shape_.kv_heads),
+        rows_(item.num_queries * group_),
+        width_(padded_head_dim(shape_.head_dim)),
+        first_position_(sequence_.context_len - sequence_.num_queries + item.first_query) {
+    int64_t most = attention_max_rows(call.num_heads, shape_), lanes = (most + 15) / 16 * 16;
+    auto take = [&scratch](int64_t floats) { float* p = scratch; scratch += floats; return p; };
+    queries_ = take(most * width_);
+    keys_ = take(shape_.head_dim * kKeyTile);
+    values_ = take(kKeyTile * width_);
+    scores_ = take(most * kKeyTile);
+    partition_ = {take(lanes), take(lanes), take(most * width_)};
+    total_ = {take(lanes), take(lanes), take(most * width_)};
+    lane_sums_ = take(most * 16);
+    factors_ = take(lanes);
+    tile_maxima_ = take(lanes);
+  }
+
+  void run(float* partials) {
+    load_queries();
+    clear(total_);
+    for (int64_t p = item_.first_partition; p < item_.last_partition; ++p) {
+      run_partition(p);
+      if (item_.partial >= 0) {
+        write_partial(partials + (item_.partial + (p - item_.first_partition) * rows_) * attention_partial_floats(shape_));
+      } else {
+        merge_partition();
+      }
+    }
+    if (item_.partial < 0) write_out();
+  }
+
+ private:
+  struct Softmax { float *maxima, *sums, *rows; };   // rows [rows][width]: values weighted, not yet divided by the sum
+
+  // Keys [low, high) of the tile that begins at `start` are those that token `i` of the block sees; none if low >= high.
+  int64_t low(int64_t start, int64_t i) const {
+    return call_.sliding_window ? larger(first_position_ + i - call_.sliding_window + 1 - start, 0) : 0;
+  }
+  int64_t high(int64_t start, int64_t i) const { return smaller(first_position_ + i + 1 - start, kKeyTile); }
+
+  void load_queries() {
+    constexpr float kLog2E = 1.44269504f;
+    F32 factor = set_f32(call_.softcap != 0 ? call_.scale / call_.softcap : call_.scale * kLog2E);
+    int64_t dim = shape_.head_dim;
+    for (int64_t r = 0; r < rows_; ++r) {
+      const float* query = call_.queries + (sequence_.first_query + item_.first_query + r / group_) * call_.query_stride +
+                           (item_.kv_head * group_ + r % group_) * dim;
+      for (int64_t d = 0; d < dim; d += 16) {
+        store_f32(queries_ + r * width_ + d, mul(load_f32_first(query + d, int(smaller(16, dim - d))), factor));
+      }
+    }
+  }
+
+  void clear(const Softmax& state) {
+    for (int64_t r = 0; r < rows_; r += 16) {
+      store_f32(state.maxima + r, set_f32(-INFINITY));
+      store_f32(state.sums + r, zero_f32());
+    }
+    for (int64_t i = 0; i < rows_ * width_; i += 16) store_f32(state.rows + i, zero_f32());
+  }
+
+  void run_partition(int64_t index) {
+    clear(partition_);
+    for (int64_t r = 0; r < rows_; ++r) store_f32(lane_sums_ + 16 * r, zero_f32());
+    int64_t end = smaller((index + 1) * kPartition, first_position_ + item_.num_queries);
+    for (int64_t start = index * kPartition; start < end; start += kKeyTile) run_tile(start);
+    for (int64_t r = 0; r < rows_; ++r) partition_.sums[r] = reduce_add(load_f32(lane_sums_ + 16 * r));
+  }
+
+  void run_tile(int64_t start) {
+    int64_t window = call_.sliding_window, tokens = item_.num_queries, ahead = start - first_position_;
+    int64_t first = between(ahead, 0, tokens);   // tokens that see any key of the tile
+    int64_t last = window ? between(ahead + kKeyTile + window - 1, 0, tokens) : tokens;
+    if (first >= last) return;
+    load_tile(start, low(start, first), high(start, last - 1));
+    int64_t whole = between(ahead + kKeyTile - 1, first, last);   // tokens that see all of it
+    int64_t whole_end = window ? between(ahead + window, whole, last) : last;
+    score(start, first, last);
+    mask(start, first, whole);
+    mask(start, whole_end, last);
+    softmax(first * group_, last * group_);
+    for (int64_t token = first; token < whole; ++token) add_values(start, token);
+    add_values(whole * group_, whole_end * group_, 0, kKeyTile);
+    for (int64_t token = whole_end; token < last; ++token) add_values(start, token);
+  }
+
+  void load_tile(int64_t start, int64_t first_key, int64_t last_key) {
+    for (int64_t key = first_key / kPageTokens * kPageTokens; key < last_key; key += kPageTokens) {
+      PageHead head = page_head(call_.pages, sequence_.block_table[(start + key) / kPageTokens], item_.kv_head);
+      load_keys(shape_, head, keys_ + key);
+      load_values(shape_, head, larger(first_key - key, 0), smaller(last_key - key, kPageTokens), key, values_);
+    }
+  }
+
+  void score(int64_t start, int64_t first, int64_t last) {
+    row_blocks(first * group_, last * group_, [&](int64_t row, int64_t rows) {
+      int64_t begin = low(start, row / group_) / 16, end = (high(start, (row + rows - 1) / group_) + 15) / 16;
+      multiply(rows, end - begin, queries_ + row * width_, width_, shape_.head_dim, keys_ + 16 * begin, kKeyTile, nullptr,
+               scores_ + row * kKeyTile + 16 * begin, kKeyTile);
+    });
+    if (call_.softcap == 0) return;
+    F32 cap = set_f32(call_.softcap * 1.44269504f);
+    for (int64_t i = first * group_ * kKeyTile; i < last * group_ * kKeyTile; i += 16) {
+      store_f32(scores_ + i, mul(cap, tanh(load_f32(scores_ + i))));
+    }
+  }
+
+  // Selects, not sums: what stands in a slot that is not seen may be anything.
+  void mask(int64_t start, int64_t first, int64_t last) {
+    static const float kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    F32 hidden = set_f32(-INFINITY);
+    for (int64_t row = first * group_; row < last * group_; ++row) {
+      F32 begin = set_f32(float(low(start, row / group_))), end = set_f32(float(high(start, row / group_)));
+      for (int64_t key = 0; key < kKeyTile; key += 16) {
+        float* scores = scores_ + row * kKeyTile + key;
+        F32 index = add(load_f32(kLanes), set_f32(float(key)));
+        store_f32(scores, select_less(index, begin, hidden, select_less(index, end, load_f32(scores), hidden)));
+      }
+    }
+  }
+
+  // Scores become weights; maxima, sums and what the rows are to be multiplied by follow.
+  void softmax(int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      const float* s = scores_ + r * kKeyTile;
+      tile_maxima_[r] = reduce_max(max(max(load_f32(s), load_f32(s + 16)), max(load_f32(s + 32), load_f32(s + 48))));
+    }
+    for (int64_t r = first; r < last; r += 16) {
+      int lanes = int(smaller(16, last - r));
+      F32 before = load_f32_first(partition_.maxima + r, lanes);
+      F32 now = max(before, load_f32_first(tile_maxima_ + r, lanes));
+      store_f32_first(partition_.maxima + r, now, lanes);
+      store_f32_first(tile_maxima_ + r, finite_or_zero(now), lanes);
+      store_f32_first(factors_ + r, exp2(sub(before, finite_or_zero(now))), lanes);
+    }
+    for (int64_t r = first; r < last; ++r) {
+      float* s = scores_ + r * kKeyTile;
+      F32 base = set_f32(tile_maxima_[r]), weights[4];
+      for (int i = 0; i < 4; ++i) {
+        weights[i] = exp2(sub(load_f32(s + 16 * i), base));
+        store_f32(s + 16 * i, weights[i]);
+      }
+      F32 sum = add(add(weights[0], weights[1]), add(weights[2], weights[3]));
+      store_f32(lane_sums_ + 16 * r, fma(load_f32(lane_sums_ + 16 * r), set_f32(factors_[r]), sum));
+    }
+  }
+
+  // Keys begin .. end - 1 of the tile, weighted, into rows first .. last - 1.
+  void add_values(int64_t first, int64_t last, int64_t begin, int64_t end) {
+    for (int64_t panel = 0; panel < width_; panel += 64) {
+      int64_t columns = smaller(64, width_ - panel);
+      const float* values = values_ + panel * kKeyTile + begin * columns;
+      row_blocks(first, last, [&](int64_t row, int64_t rows) {
+        multiply(rows, columns / 16, scores_ + row * kKeyTile + begin, kKeyTile, end - begin, values, columns,
+                 factors_ + row, partition_.rows + row * width_ + panel, width_);
+      });
+    }
+  }
+
+  void add_values(int64_t start, int64_t token) {
+    add_values(token * group_, (token + 1) * group_, low(start, token), high(start, token));
+  }
+
+  void merge_partition() {
+    for (int64_t r = 0; r < rows_; r += 16) {
+      MergeWeights weights = merge_weights(load_f32(total_.maxima + r), load_f32(partition_.maxima + r));
+      store_f32(total_.maxima + r, weights.maximum);
+      F32 sum = merge_lanes(load_f32(total_.sums + r), weights.first, load_f32(partition_.sums + r), weights.second);
+      store_f32(total_.sums + r, sum);
+      float first[16], second[16];
+      store_f32(first, weights.first);
+      store_f32(second, weights.second);
+      for (int64_t i = 0; i < smaller(16, rows_ - r); ++i) {
+        merge_row(total_.rows + (r + i) * width_, first[i], partition_.rows + (r + i) * width_, second[i], width_);
+      }
+    }
+  }
+
+  void write_partial(float* partial) const {
+    for (int64_t r = 0; r < rows_; ++r, partial += attention_partial_floats(shape_)) {
+      for (int64_t d = 0; d < width_; d += 16) store_f32(partial + d, load_f32(partition_.rows + r * width_ + d));
+      partial[width_] = partition_.maxima[r];
+      partial[width_ + 1] = partition_.sums[r];
+    }
+  }
+
+  void write_out() const {
+    for (int64_t r = 0; r < rows_; ++r) {
+      float* out = call_.out + (sequence_.first_query + item_.first_query + r / group_) * call_.out_stride +
+                   (item_.kv_head * group_ + r % group_) * shape_.head_dim;
+      write_row(total_.rows + r * width_, total_.sums[r], shape_.head_dim, out);
+    }
+  }
+
+  const AttentionCall& call_;
+  const AttentionItem& item_;
+  const KvShape& shape_;
+  const AttentionSequence& sequence_;
+  const int64_t group_, rows_, width_;
+  const int64_t first_position_;   // of the block's first token
+  float *queries_, *keys_, *values_, *scores_;   // [rows][width], [head_dim][64], panels (load_values), [rows][64]
+  Softmax partition_, total_;
+  float *lane_sums_, *factors_, *tile_maxima_;   // sums of weights, 16 lanes a row; factor and base of the tile at hand
+};
+
+inline void run_item(const AttentionCall& call, const AttentionItem& item, float* scratch, float* partials) {
+  ItemRun(call, item, scratch).run(partials);
+}
+
+inline void merge_item(const AttentionCall& call, const AttentionMerge& merge, const float* partials) {
+  int64_t size = attention_partial_floats(call.pages.shape), width = padded_head_dim(call.pages.shape.head_dim);
+  float total[kMaxHeadDim] = {}, first[16], second[16];
+  F32 maximum = set_f32(-INFINITY), sum = zero_f32();
+  for (int64_t i = 0; i < merge.count; ++i) {
+    const float* partial = partials + (merge.partial + i * merge.stride) * size;
+    MergeWeights weights = merge_weights(maximum, set_f32(partial[width]));
+    maximum = weights.maximum;
+    sum = merge_lanes(sum, weights.first, set_f32(partial[width + 1]), weights.second);
+    store_f32(first, weights.first);
+    store_f32(second, weights.second);
+    merge_row(total, first[0], partial, second[0], width);
+  }
+  store_f32(first, sum);
+  const AttentionSequence& sequence = call.sequences[merge.sequence];
+  int64_t dim = call.pages.shape.head_dim;
+  write_row(total, first[0], dim, call.out + (sequence.first_query + merge.query) * call.out_stride + merge.head * dim);
+}
+
+// `inline` gives it one address a namespace, and each instruction set is a namespace of its own.
+inline const AttentionKernels attention_kernels = {store, load, run_item, merge_item};
+
+}  // namespace llmctl::LLMCTL_ISA

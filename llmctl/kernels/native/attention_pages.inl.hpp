@@ -1,0 +1,161 @@
+// Pages: writing a token, reading it back, and a tile of keys or values as float32.
+#pragma once
+
+#include "attention.hpp"
+
+namespace llmctl::LLMCTL_ISA {
+
+inline F32 load_lanes(const float* p) { return load_f32(p); }
+struct Half { uint16_t bits; };
+struct Brain { uint16_t bits; };
+inline F32 load_lanes(const Half* p) { return load_f16(&p->bits); }
+inline F32 load_lanes(const Brain* p) { return load_bf16(&p->bits); }
+inline F32 load_lanes(const int8_t* p) { return to_f32(load_i8_i32(p)); }
+
+inline float half_to_float(uint16_t half) {
+  uint16_t lanes[16] = {half};
+  float values[16];
+  store_f32(values, load_f16(lanes));
+  return values[0];
+}
+
+inline void round_to(float* to, F32 x) { store_f32(to, x); }
+inline void round_to(Half* to, F32 x) { store_f16(&to->bits, x); }
+inline void round_to(Brain* to, F32 x) {   // nearest even; a NaN keeps its upper bits and gets one that cannot vanish
+  I32 word = bits(x);
+  I32 odd = bit_and(shift_right<16>(word), set_i32(1));
+  int32_t rounded[16], quiet[16];
+  store_i32(rounded, shift_right<16>(add(add(word, set_i32(0x7FFF)), odd)));
+  store_i32(quiet, bit_or(shift_right<16>(word), set_i32(0x40)));
+  float lanes[16];
+  store_f32(lanes, x);
+  for (int i = 0; i < 16; ++i) to[i].bits = uint16_t(lanes[i] == lanes[i] ? rounded[i] : quiet[i]);
+}
+
+// Calls function(a value of the element's type).
+template <class Function>
+inline void with_element(KvType type, Function function) {
+  switch (type) {
+    case KvType::F32: return function(float());
+    case KvType::F16: return function(Half());
+    case KvType::BF16: return function(Brain());
+    case KvType::Q8_0: return function(int8_t());
+  }
+}
+
+// Where one kv head of a page keeps what. The scales are null but for Q8_0.
+struct PageHead {
+  uint16_t* key_scales;
+  uint8_t* keys;
+  uint16_t* value_scales;
+  uint8_t* values;
+};
+
+inline PageHead page_head(const KvPages& pages, int64_t page, int64_t kv_head) {
+  uint8_t* key = pages.data + page * pages.page_stride + kv_head * kv_head_bytes(pages.shape);
+  uint8_t* value = key + kv_key_bytes(pages.shape);
+  if (pages.shape.type != KvType::Q8_0) return {nullptr, key, nullptr, value};
+  int64_t scales = kv_scales(pages.shape) * kPageTokens * 2;
+  return {(uint16_t*)key, key + scales, (uint16_t*)value, value + scales};
+}
+
+// x [n] to out [n], out rounded up to whole vectors and 0 there.
+template <class T>
+inline void round_row(const float* x, int64_t n, T* out) {
+  for (int64_t i = 0; i < n; i += 16) round_to(out + i, load_f32_first(x + i, n - i < 16 ? int(n - i) : 16));
+}
+
+// Q8_0: d = max|x| / 127 over 32 columns, rounded to f16; codes round(x / d) by the scale before rounding.
+inline void quantize_row(const float* x, int64_t n, int8_t* codes, uint16_t* scales) {
+  for (int64_t block = 0; block * 32 < n; ++block) {
+    int64_t first = block * 32, rest = n - first < 32 ? n - first : 32;
+    F32 low = load_f32_first(x + first, rest < 16 ? int(rest) : 16);
+    F32 high = rest > 16 ? load_f32_first(x + first + 16, int(rest - 16)) : zero_f32();
+    float scale = reduce_max(max(abs(low), abs(high))) / 127.0f;
+    F32 inverse = set_f32(scale > 0 ? 1.0f / scale : 0.0f);
+    store_i8(codes + first, to_i32(mul(low, inverse)));
+    if (rest > 16) store_i8(codes + first + 16, to_i32(mul(high, inverse)));
+    uint16_t half[16];
+    store_f16(half, set_f32(scale));
+    scales[block] = half[0];
+  }
+}
+
+template <class T>
+inline void put_row(const T* row, int64_t n, T* first, int64_t stride) {
+  for (int64_t i = 0; i < n; ++i) first[i * stride] = row[i];
+}
+
+inline void store(const KvPages& pages, int64_t kv_head, int64_t slot, const float* key, const float* value) {
+  if (slot < 0) return;
+  PageHead head = page_head(pages, slot / kPageTokens, kv_head);
+  int64_t offset = slot % kPageTokens, dim = pages.shape.head_dim, width = padded_head_dim(dim);
+  with_element(pages.shape.type, [&](auto element) {
+    using T = decltype(element);
+    T row[kMaxHeadDim];
+    T* keys = (T*)head.keys;
+    T* values = (T*)head.values + offset * width;
+    if constexpr (sizeof(T) == 1) {
+      uint16_t scales[kMaxHeadDim / 32];
+      quantize_row(key, dim, row, scales);
+      put_row(scales, kv_scales(pages.shape), head.key_scales + offset, kPageTokens);
+      quantize_row(value, dim, values, head.value_scales + offset * kv_scales(pages.shape));
+    } else {
+      round_row(key, dim, row);
+      round_row(value, dim, values);
+    }
+    put_row(row, dim, keys + offset, kPageTokens);
+  });
+}
+
+// The keys of a page into 16 columns of a tile: out[d * kKeyTile + token].
+inline void load_keys(const KvShape& shape, const PageHead& head, float* out) {
+  with_element(shape.type, [&](auto element) {
+    using T = decltype(element);
+    const T* keys = (const T*)head.keys;
+    for (int64_t d = 0; d < shape.head_dim; ++d) {
+      F32 lanes = load_lanes(keys + d * kPageTokens);
+      if constexpr (sizeof(T) == 1) lanes = mul(lanes, load_f16(head.key_scales + d / 32 * kPageTokens));
+      store_f32(out + d * kKeyTile, lanes);
+    }
+  });
+}
+
+// The values of tokens first .. last - 1 of a page. A tile of values lies in panels of 64 columns (the last one narrower),
+// [64 tokens][columns] each, so that what one inner loop reads is contiguous; `token` is where token 0 of the page goes.
+inline void load_values(const KvShape& shape, const PageHead& head, int64_t first, int64_t last, int64_t token, float* out) {
+  int64_t width = padded_head_dim(shape.head_dim);
+  with_element(shape.type, [&](auto element) {
+    using T = decltype(element);
+    for (int64_t row = first; row < last; ++row) {
+      const T* values = (const T*)head.values + row * width;
+      for (int64_t panel = 0; panel < width; panel += 64) {
+        int64_t columns = width - panel < 64 ? width - panel : 64;
+        float* to = out + panel * kKeyTile + (token + row) * columns;
+        for (int64_t d = 0; d < columns; d += 16) {
+          F32 lanes = load_lanes(values + panel + d);
+          if constexpr (sizeof(T) == 1) {
+            lanes = mul(lanes, set_f32(half_to_float(head.value_scales[row * kv_scales(shape) + (panel + d) / 32])));
+          }
+          store_f32(to + d, lanes);
+        }
+      }
+    }
+  });
+}
+
+inline void load(const KvPages& pages, int64_t kv_head, int64_t slot, float* key, float* value) {
+  PageHead head = page_head(pages, slot / kPageTokens, kv_head);
+  int64_t offset = slot % kPageTokens, dim = pages.shape.head_dim;
+  alignas(64) float tile[kMaxHeadDim * kKeyTile];
+  load_keys(pages.shape, head, tile);
+  for (int64_t d = 0; d < dim; ++d) key[d] = tile[d * kKeyTile + offset];
+  load_values(pages.shape, head, offset, offset + 1, 0, tile);
+  int64_t width = padded_head_dim(dim);
+  for (int64_t d = 0; d < dim; ++d) {
+    int64_t panel = d / 64 * 64, columns = width - panel < 64 ? width - panel : 64;
+    value[d] = tile[panel * kKeyTile + offset * columns + d - panel];
+  }
+}
+
+}  // namespace llmctl::LLMCTL_ISA
