@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
 from llmctl.errors import OutOfMemoryError, UnsupportedError
+from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.attention._reference import attention
 from llmctl.kernels.embedding._reference import embedding
 from llmctl.kernels.formats.codecs import dequantize
@@ -54,9 +57,15 @@ class ReferenceOps:
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         if not array.flags.writeable:  # mapped from a read-only file
             array = array.copy()
-        return torch.from_numpy(array).to(self.device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
-    def empty(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    def kv_pages(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        return self._empty(shape, kv_type), self._empty(shape, kv_type)
+
+    def _empty(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         try:
             return torch.empty(shape, dtype=_DTYPES[dtype], device=self.device)
         except RuntimeError as error:  # torch's own class only for devices
@@ -65,11 +74,13 @@ class ReferenceOps:
             wanted = math.prod(shape) * _DTYPES[dtype].itemsize
             raise OutOfMemoryError(f"{wanted / 1e9:.1f} GB of {dtype} could not be allocated on {self.device}") from error
 
-    def from_host(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+    def compile(
+        self, forward: Callable[[BatchDescription, torch.Tensor], torch.Tensor], rotary_halves: list[int]
+    ) -> Callable[[BatchDescription, np.ndarray], np.ndarray]:
+        def run(batch: BatchDescription, rows: np.ndarray) -> np.ndarray:
+            return forward(batch.convert(self._upload), self._upload(rows)).float().cpu().numpy()
 
-    def to_host(self, array: torch.Tensor) -> np.ndarray:
-        return array.float().cpu().numpy()
+        return run
 
     linear = staticmethod(linear)
     embedding = staticmethod(embedding)
@@ -77,8 +88,15 @@ class ReferenceOps:
     rotary_angles = staticmethod(rotary_angles)
     rotary = staticmethod(rotary)
     gated_activation = staticmethod(gated_activation)
-    store_kv = staticmethod(store_kv)
-    attention = staticmethod(attention)
+    @staticmethod
+    def store_kv(keys: torch.Tensor, values: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor) -> None:
+        store_kv(keys, values, *pages, slots)
+
+    @staticmethod
+    def attention(
+        queries: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], batch: BatchDescription, scale: float, *choices: Any
+    ) -> torch.Tensor:
+        return attention(queries, *pages, batch, scale, *choices)
 
     @staticmethod
     def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

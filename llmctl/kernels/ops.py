@@ -1,7 +1,8 @@
 """The op-set: everything the forward pass may ask of a backend.
 
 The decoder is written once against this protocol. Arrays are opaque to it (torch tensors for `reference` and `triton`, numpy
-arrays for `native`); only the backend that made an array may look inside. Shapes and formulas stand in each op's folder.
+promises of arrays for `native`); only the backend that made an array may look inside. Shapes and formulas stand in each
+op's folder.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
 
     from llmctl.kernels.attention import BatchDescription
@@ -31,14 +34,15 @@ class Ops(Protocol):
     def prepare_vector(self, vector: np.ndarray | QuantTensor, dtype: str | None = None) -> Array:
         """A norm weight (dtype "float32") or a bias (compute dtype), any stored format."""
 
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """An uninitialised array, for cache pages; dtype is f32, f16 or bf16."""
+    def kv_pages(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str) -> Array:
+        """Uninitialised pages for one layer's keys and values, in a layout of the backend's own."""
 
-    def from_host(self, array: np.ndarray) -> Array:
-        """An integer or float32 array brought to the device."""
-
-    def to_host(self, array: Array) -> np.ndarray:
-        """A float32 numpy copy."""
+    def compile(
+        self, forward: Callable[[BatchDescription, Array], Array], rotary_halves: list[int]
+    ) -> Callable[[BatchDescription, np.ndarray], np.ndarray]:
+        """A forward pass made ready to run: a function of a batch of numpy arrays and of the numbers of the tokens whose
+        logits are wanted. forward: (batch, rows) → logits, over this backend's arrays. rotary_halves: lengths of the
+        batches' `inv_freqs`. The float32 logits [rows, vocab_size] are valid until the next call."""
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array: ...
 
@@ -52,13 +56,12 @@ class Ops(Protocol):
 
     def gated_activation(self, gate: Array, up: Array, activation: str) -> Array: ...
 
-    def store_kv(self, keys: Array, values: Array, key_pages: Array, value_pages: Array, slots: Array) -> None: ...
+    def store_kv(self, keys: Array, values: Array, pages: Array, slots: Array) -> None: ...
 
     def attention(
         self,
         queries: Array,
-        key_pages: Array,
-        value_pages: Array,
+        pages: Array,
         batch: BatchDescription,
         scale: float,
         sliding_window: int | None = None,

@@ -87,8 +87,6 @@ class _NoOps:
 
     def prepare_vector(self, vector: Any, dtype: str | None = None) -> None: ...
 
-    def from_host(self, array: Any) -> None: ...
-
 
 def _needed_names(weights: ModelWeights) -> list[str]:
     """The tensors the forward pass reads; FormatError for one that is missing or of another shape than config.json says."""

@@ -72,7 +72,7 @@ def test_embedding_scales_rows() -> None:
 def test_store_kv_skips_slot_minus_one_and_touches_nothing_else() -> None:
     pages = torch.full((3, 4, 2, 5), 9.0), torch.full((3, 4, 2, 5), 9.0)
     keys, values = torch.from_numpy(normal(3, 2, 5)), torch.from_numpy(normal(3, 2, 5))
-    OPS.store_kv(keys, values, *pages, torch.tensor([11, -1, 2]))
+    OPS.store_kv(keys, values, pages, torch.tensor([11, -1, 2]))
     for page, rows in zip(pages, (keys, values), strict=True):
         flat = page.view(12, 2, 5)
         assert torch.equal(flat[11], rows[0])
@@ -111,14 +111,14 @@ def test_attention_over_scattered_pages(window: int | None, cap: float | None, h
     batch = BatchDescription(
         token_ids=None,
         positions=None,
-        rope_lengths=None,
+        inv_freqs=[],
         slot_mapping=None,
         cu_seqlens_q=[0, 1, 5],
         context_lens=context_lens,
         block_tables=[torch.tensor(table) for table in tables],
         block_size=block_size,
     )
-    y = OPS.attention(torch.from_numpy(queries), key_pages, value_pages, batch, 0.3, window, cap)
+    y = OPS.attention(torch.from_numpy(queries), (key_pages, value_pages), batch, 0.3, window, cap)
     begin = 0
     for table, length, count in zip(tables, context_lens, num_queries, strict=True):
         k = key_pages[table].reshape(-1, kv_heads, head_dim)[:length].numpy()

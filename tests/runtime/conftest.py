@@ -22,14 +22,12 @@ class NumpyOps:
 
     name, device, dtype, threads = "stub", "cpu", "float32", 1
 
-    def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        return np.full(shape, np.nan)  # a page that is read before it is written shows
+    def kv_pages(self, num_blocks: int, block_size: int, *_: Any) -> tuple[np.ndarray, np.ndarray]:
+        # A page that is read before it is written shows.
+        return np.full(num_blocks * block_size, np.nan), np.full(num_blocks * block_size, np.nan)
 
-    def from_host(self, array: np.ndarray) -> np.ndarray:
-        return array
-
-    def to_host(self, array: np.ndarray) -> np.ndarray:
-        return array
+    def compile(self, forward: Callable[..., np.ndarray], rotary_halves: list[int]) -> Callable[..., np.ndarray]:
+        return forward
 
 
 class StubDecoder:
@@ -37,10 +35,11 @@ class StubDecoder:
 
     def __init__(self, next_logits: NextLogits) -> None:
         self.next_logits = next_logits
+        self.tables = SimpleNamespace(ropes=[], frequencies=lambda lengths: [])
         self.steps: list[list[int]] = []  # tokens of each sequence, per step
 
     def forward(self, batch: BatchDescription, cache: Any, rows: np.ndarray) -> np.ndarray:
-        keys, values = (pages.reshape(-1) for pages in cache.layer(0))
+        keys, values = cache.layer(0)
         assert len(set(batch.slot_mapping.tolist())) == len(batch.token_ids), "two tokens share a slot"
         keys[batch.slot_mapping], values[batch.slot_mapping] = batch.token_ids, batch.positions
         self.steps.append([b - a for a, b in zip(batch.cu_seqlens_q, batch.cu_seqlens_q[1:], strict=False)])

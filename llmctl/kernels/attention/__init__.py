@@ -14,7 +14,8 @@ Kwon et al., "Efficient Memory Management for Large Language Model Serving with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -22,10 +23,10 @@ from typing import Any
 class BatchDescription:
     """One step of several sequences, laid end to end. Passed explicitly to every op that needs it; never global.
 
-    token_ids     [T]   int64, ids on the backend's device
+    token_ids     [T]   int64, ids
     positions     [T]   int64, position of each token in its sequence
-    rope_lengths  [T]   sequence length that length-dependent rope types scale by (see models/rope.py); host side
     slot_mapping  [T]   int64, cache slot each token is written to
+    inv_freqs     for every distinct rope of the model float32 [half], or [T, half] where it depends on a sequence's length
     cu_seqlens_q  S + 1 Python ints: tokens of sequence s are cu_seqlens_q[s] … cu_seqlens_q[s + 1] − 1
     context_lens  S     Python ints: keys each sequence has once this step is stored
     block_tables  S     int64 arrays of page numbers, at least ceil(context_len / block_size) long
@@ -34,9 +35,20 @@ class BatchDescription:
 
     token_ids: Any
     positions: Any
-    rope_lengths: Any
     slot_mapping: Any
+    inv_freqs: Sequence[Any]
     cu_seqlens_q: list[int]
     context_lens: list[int]
     block_tables: list[Any]
     block_size: int
+
+    def convert(self, array: Callable[[Any], Any]) -> BatchDescription:
+        """The same batch with every array passed through `array`, to bring it to a device."""
+        return replace(
+            self,
+            token_ids=array(self.token_ids),
+            positions=array(self.positions),
+            slot_mapping=array(self.slot_mapping),
+            inv_freqs=[array(values) for values in self.inv_freqs],
+            block_tables=[array(table) for table in self.block_tables],
+        )

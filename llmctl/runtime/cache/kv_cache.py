@@ -9,7 +9,7 @@ from llmctl.runtime.cache.memory import LayerShape
 
 
 class KvCache:
-    """Pages [num_blocks, block_size, num_kv_heads, head_dim] of keys and of values, per layer.
+    """`num_blocks` pages of `block_size` tokens, per layer.
 
     Which page belongs to whom is block_manager.py's concern; positions are never stored, only slots.
     """
@@ -18,9 +18,10 @@ class KvCache:
         self, ops: Ops, layers: Sequence[LayerShape], num_blocks: int, block_size: int, kv_type: str
     ) -> None:
         self.num_blocks, self.block_size, self.kv_type = num_blocks, block_size, kv_type
-        shapes = [(num_blocks, block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
-        self._layers = [(ops.empty(shape, kv_type), ops.empty(shape, kv_type)) for shape in shapes]
+        self._layers = [
+            ops.kv_pages(num_blocks, block_size, layer.num_kv_heads, layer.head_dim, kv_type) for layer in layers
+        ]
 
-    def layer(self, index: int) -> tuple[Array, Array]:
-        """Key pages and value pages of one layer."""
+    def layer(self, index: int) -> Array:
+        """The pages of one layer, keys and values, in the backend's layout."""
         return self._layers[index]

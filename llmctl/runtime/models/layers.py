@@ -74,12 +74,10 @@ class Attention:
         """x [T, hidden_size] → the same; this step's keys and values are stored on the way."""
         ops, config = self.ops, self.config
         queries, keys, values = self._project(x, tables)
-        key_pages, value_pages = cache.layer(self.index)
-        ops.store_kv(keys, values, key_pages, value_pages, batch.slot_mapping)
+        pages = cache.layer(self.index)
+        ops.store_kv(keys, values, pages, batch.slot_mapping)
         window = self.choices.sliding_window
-        y = ops.attention(
-            queries, key_pages, value_pages, batch, config.attention_scale, window, config.attention_softcap
-        )
+        y = ops.attention(queries, pages, batch, config.attention_scale, window, config.attention_softcap)
         return self.o_proj.forward(ops.reshape(y, (-1, config.num_heads * config.head_dim)))
 
     def _project(self, x: Array, tables: RotaryTables) -> tuple[Array, Array, Array]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from llmctl.kernels.attention import BatchDescription
@@ -11,30 +13,42 @@ from llmctl.runtime.models.rope import RopeConfig, rope_frequencies
 
 
 class RotaryTables:
-    """Angles of the current step; layers ask by their RopeConfig."""
+    """Angles of the current step; layers ask by their RopeConfig.
+
+    ropes: the distinct ropes, in the order of `BatchDescription.inv_freqs`.
+    """
 
     def __init__(self, ops: Ops, config: ModelConfig) -> None:
         self.ops = ops
-        self._ropes = {id(layer.rope): layer.rope for layer in config.layers if layer.rope is not None}
-        self._static = {
-            key: (ops.from_host(rope_frequencies(rope)[0]), rope_frequencies(rope)[1])
-            for key, rope in self._ropes.items()
-            if not rope.depends_on_length
-        }
+        distinct = {id(layer.rope): layer.rope for layer in config.layers if layer.rope is not None}
+        self.ropes = list(distinct.values())
+        self._fixed = [rope_frequencies(rope) for rope in self.ropes]
         self._angles: dict[int, tuple[Array, Array]] = {}
+
+    @property
+    def depends_on_length(self) -> bool:
+        """True if `frequencies` needs to know how long the sequences are."""
+        return any(rope.depends_on_length for rope in self.ropes)
+
+    def frequencies(self, lengths: Callable[[], np.ndarray]) -> list[np.ndarray]:
+        """For every rope its inverse frequencies float32 [half], or [T, half] where they depend on a sequence's length.
+
+        lengths: gives the length [T] each token's rope sees (Sequence.rope_length); called only if it matters.
+        """
+        if not self.depends_on_length:
+            return [inv_freq for inv_freq, _ in self._fixed]
+        distinct, inverse = np.unique(lengths(), return_inverse=True)
+        return [
+            np.stack([rope_frequencies(rope, int(length))[0] for length in distinct])[inverse]
+            if rope.depends_on_length
+            else inv_freq
+            for rope, (inv_freq, _) in zip(self.ropes, self._fixed, strict=True)
+        ]
 
     def prepare(self, batch: BatchDescription) -> None:
         """Compute the angles [T, rotary_dim / 2] of every rope for this batch."""
-        for key, rope in self._ropes.items():
-            inv_freq, scaling = self._static.get(key) or self._by_length(rope, batch.rope_lengths)
-            self._angles[key] = self.ops.rotary_angles(batch.positions, inv_freq, scaling)
-
-    def _by_length(self, rope: RopeConfig, lengths: np.ndarray) -> tuple[Array, float]:
-        """One row of frequencies a token, from the length of its sequence."""
-        distinct, inverse = np.unique(lengths, return_inverse=True)
-        tables = [rope_frequencies(rope, int(length)) for length in distinct]
-        rows = np.stack([inv_freq for inv_freq, _ in tables])[inverse]
-        return self.ops.from_host(rows), tables[0][1]
+        for rope, inv_freq, (_, scaling) in zip(self.ropes, batch.inv_freqs, self._fixed, strict=True):
+            self._angles[id(rope)] = self.ops.rotary_angles(batch.positions, inv_freq, scaling)
 
     def angles(self, rope: RopeConfig) -> tuple[Array, Array]:
         """cos and sin for a layer with this rope."""

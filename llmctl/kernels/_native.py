@@ -1,0 +1,150 @@
+"""The native backend: C++ kernels on the CPU, without torch.
+
+The forward pass runs once on values without numbers; what it asked for becomes a program that one call replays for every step,
+prefill and decode alike (native/plan.py, native/program.hpp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llmctl.errors import OutOfMemoryError
+from llmctl.kernels.attention import BatchDescription
+from llmctl.kernels.formats.codecs import dequantize
+from llmctl.kernels.linear._native import pack_weight
+from llmctl.kernels.native import _native
+from llmctl.kernels.native.graph import Graph, Value
+from llmctl.kernels.native.plan import build
+
+if TYPE_CHECKING:
+    from llmctl.kernels.formats.packed_int import PackedIntTensor
+    from llmctl.kernels.formats.quant_tensor import QuantTensor
+
+_BLOCK_SIZE = 16
+
+
+class NativeOps:
+    """`Ops` over native programs. activations: "int8" (per 32 numbers, for quantized weights) or "float".
+
+    Operations outside `compile` have no numbers to work on: they raise.
+    """
+
+    name, device, dtype = "native", "cpu", "float32"
+
+    def __init__(self, threads: int, activations: str = "int8") -> None:
+        self.threads, self.activations = threads, activations
+        self._pool = _native.ThreadPool(threads)
+        self._graph: Graph | None = None
+
+    def prepare_weight(self, weight: np.ndarray | QuantTensor | PackedIntTensor) -> Any:
+        return pack_weight(weight, self._pool)
+
+    def prepare_vector(self, vector: np.ndarray | QuantTensor, dtype: str | None = None) -> np.ndarray:
+        return np.array(dequantize(vector), np.float32)
+
+    def kv_pages(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str) -> Any:
+        assert block_size == _BLOCK_SIZE, block_size
+        try:
+            return _native.KvPages(num_blocks, num_kv_heads, head_dim, kv_type)
+        except MemoryError as error:
+            wanted = num_blocks * block_size * num_kv_heads * head_dim
+            raise OutOfMemoryError(f"a KV cache of {wanted} {kv_type} numbers could not be allocated") from error
+
+    def compile(
+        self, forward: Callable[[BatchDescription, Value], Value], rotary_halves: list[int]
+    ) -> Callable[[BatchDescription, np.ndarray], np.ndarray]:
+        """Record `forward` and return its replay; the logits it returns are valid until the next call."""
+        self._graph = graph = Graph()
+        try:
+            logits = forward(_symbolic_batch(graph, rotary_halves), None)
+        finally:
+            self._graph = None
+        program = _native.Program(self._pool, self.activations == "int8")
+        result = build(program, graph, logits)
+
+        def run(batch: BatchDescription, rows: np.ndarray) -> np.ndarray:
+            return program.run(
+                batch.token_ids,
+                batch.positions,
+                batch.slot_mapping,
+                rows,
+                batch.cu_seqlens_q,
+                batch.context_lens,
+                batch.block_tables,
+                batch.inv_freqs,
+                result,
+            )
+
+        return run
+
+    def _record(self, op: str, inputs: tuple[Value, ...], *shapes: tuple[int, ...], **attributes: Any) -> list[Value]:
+        assert self._graph is not None, f"{op} outside compile()"
+        return self._graph.add(op, inputs, *shapes, **attributes).outputs
+
+    def linear(self, x: Value, weight: Any, bias: np.ndarray | None = None) -> Value:
+        return self._record("linear", (x,), (weight.rows,), weight=weight, bias=bias)[0]
+
+    def embedding(self, token_ids: Value, table: Any, scale: float = 1.0) -> Value:
+        return self._record("embedding", (), (table.columns,), weight=table, factor=scale)[0]
+
+    def rms_norm(self, x: Value, weight: np.ndarray, eps: float) -> Value:
+        return self._record("rms_norm", (x,), x.shape, weight=weight, factor=eps)[0]
+
+    def rotary_angles(self, positions: Value, inv_freq: Value, scaling: float) -> tuple[Value, Value]:
+        shape = inv_freq.shape
+        cos, sin = self._record("rotary_angles", (), shape, shape, source=inv_freq.index, factor=scaling)
+        return cos, sin
+
+    def rotary(self, x: Value, cos: Value, sin: Value) -> Value:
+        return self._record("rotary", (x, cos, sin), x.shape)[0]
+
+    def gated_activation(self, gate: Value, up: Value, activation: str) -> Value:
+        return self._record("gated_activation", (gate, up), gate.shape, activation=activation)[0]
+
+    def store_kv(self, keys: Value, values: Value, pages: Any, slots: Value) -> None:
+        self._record("store_kv", (keys, values), pages=pages)
+
+    def attention(
+        self,
+        queries: Value,
+        pages: Any,
+        batch: BatchDescription,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> Value:
+        attributes = {"pages": pages, "scale": scale, "window": sliding_window, "softcap": softcap}
+        return self._record("attention", (queries,), queries.shape, **attributes)[0]
+
+    def add(self, x: Value, y: Value) -> Value:
+        return self._record("add", (x, y), x.shape)[0]
+
+    def scale(self, x: Value, factor: float) -> Value:
+        return self._record("scale", (x,), x.shape, factor=factor)[0]
+
+    def softcap(self, x: Value, cap: float) -> Value:
+        return self._record("softcap", (x,), x.shape, factor=cap)[0]
+
+    def reshape(self, x: Value, shape: tuple[int, ...]) -> Value:
+        assert shape[0] == -1, shape
+        return Value(x.node, x.index, shape[1:])
+
+    def take_rows(self, x: Value, rows: Value) -> Value:
+        return self._record("take_rows", (x,), x.shape, is_rows=True)[0]
+
+
+def _symbolic_batch(graph: Graph, rotary_halves: list[int]) -> BatchDescription:
+    """A batch whose arrays are known by name only: a program reads them from each step's input."""
+    return BatchDescription(
+        token_ids=None,
+        positions=None,
+        slot_mapping=None,
+        inv_freqs=graph.add("inv_freqs", (), *((half,) for half in rotary_halves)).outputs,
+        cu_seqlens_q=[],
+        context_lens=[],
+        block_tables=[],
+        block_size=_BLOCK_SIZE,
+    )

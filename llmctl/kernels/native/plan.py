@@ -1,0 +1,316 @@
+"""From a recorded graph to the phases of a native program (program.hpp): what is computed together, and where it is kept.
+
+Operations on single rows gather until a product needs their result; then they become the head of its phase. Products that read
+the same row share a phase, and each takes along what follows on its outputs as long as nobody else reads them in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmctl.kernels.native import _native
+from llmctl.kernels.native.graph import Graph, Node, Value
+
+TILE_ROWS = 16
+_ACTIVATIONS = {
+    "silu": _native.Activation.Silu,
+    "gelu_pytorch_tanh": _native.Activation.GeluTanh,
+    "gelu": _native.Activation.Gelu,
+}
+
+
+@dataclass
+class _Product:
+    """A linear node and the operations that follow it in the same segment."""
+
+    linear: Node
+    up: Node | None = None
+    activation: str = "silu"
+    scale: float = 1.0
+    softcap: float = 0.0
+    norm: Node | None = None
+    rotary: Node | None = None
+    residual: Value | None = None
+    store: Node | None = None
+    is_value: bool = False
+    head_dim: int = 0
+    result: Value | None = None
+
+    def reads(self) -> list[Value]:
+        """Values other than the shared input."""
+        rotary = list(self.rotary.inputs[1:]) if self.rotary else []
+        return rotary + ([self.residual] if self.residual else [])
+
+
+@dataclass
+class _Phase:
+    """One phase to be: row operations, then either products on `input` or an attention node."""
+
+    before: list[Node] = field(default_factory=list)
+    input: Value | None = None
+    products: list[_Product] = field(default_factory=list)
+    attention: Node | None = None
+    is_rows: bool = False
+
+    def reads(self) -> list[Value]:
+        """Everything the phase needs from buffers."""
+        values = [value for node in self.before for value in node.inputs]
+        values += [self.input] if self.input else []
+        values += [value for product in self.products for value in product.reads()]
+        return values + ([self.attention.inputs[0]] if self.attention else [])
+
+    def writes(self) -> list[Value]:
+        """Everything it puts into buffers."""
+        values = [value for node in self.before for value in node.outputs]
+        values += [product.result for product in self.products if product.result]
+        return values + (self.attention.outputs if self.attention else [])
+
+
+class Planner:
+    """Groups the nodes of one graph into phases."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._readers = graph.consumers()
+        self._done: set[int] = set()
+        self.phases: list[_Phase] = []
+        self._pending: list[Node] = []
+
+    def plan(self) -> list[_Phase]:
+        """The phases, in order."""
+        for node in self._graph.nodes:
+            if node.number in self._done or node.op == "inv_freqs":  # those come with every step's input
+                continue
+            if self._pending and self._pending[0].is_rows != node.is_rows:
+                self._flush()
+            if node.op == "linear":
+                self._add_products(node)
+            elif node.op == "attention":
+                self._flush()
+                self.phases.append(_Phase(attention=node))
+            else:
+                self._pending.append(node)
+        self._flush()
+        return self.phases
+
+    def _flush(self) -> None:
+        if self._pending:
+            self.phases.append(_Phase(before=self._pending, is_rows=self._pending[0].is_rows))
+            self._pending = []
+
+    def _add_products(self, first: Node) -> None:
+        """One phase for every product on the same input."""
+        source = first.inputs[0]
+        linears = [node for node in self._readers[source.key] if node.op == "linear"]
+        phase = _Phase(self._pending, source, is_rows=first.is_rows)
+        self._pending = []
+        known = {value.key for value in phase.writes()} | {v.key for p in self.phases for v in p.writes()}
+        for linear in linears:
+            if linear.number not in self._done:
+                phase.products.append(self._follow(linear, linears, known))
+        self.phases.append(phase)
+
+    def _follow(self, linear: Node, siblings: list[Node], known: set[tuple[int, int]]) -> _Product:
+        """The product of a linear node with everything after it that can be done on its outputs at once."""
+        self._done.add(linear.number)
+        product, value = _Product(linear), linear.outputs[0]
+        while (node := self._sole_reader(value)) and (following := self._absorb(product, node, value, siblings, known)):
+            self._done.add(node.number)
+            value = following
+            if product.store:
+                return product
+        product.result = value
+        return product
+
+    def _sole_reader(self, value: Value) -> Node | None:
+        readers = self._readers.get(value.key, [])
+        return readers[0] if len(readers) == 1 else None
+
+    def _absorb(
+        self, product: _Product, node: Node, value: Value, siblings: list[Node], known: set[tuple[int, int]]
+    ) -> Value | None:
+        """Take `node`, the only reader of `value`, into the product if it fits there; its output, or None."""
+        if node.op == "gated_activation" and value.key == product.linear.outputs[0].key:
+            return self._absorb_gate(product, node, siblings)
+        if node.op in ("scale", "softcap") and not (product.head_dim or product.residual):
+            return self._absorb_elementwise(product, node)
+        if node.op == "add" and not product.head_dim and product.residual is None:
+            return self._absorb_residual(product, node, value, known)
+        if node.op in ("rms_norm", "rotary", "store_kv") and product.residual is None and product.up is None:
+            return self._absorb_heads(product, node, value, known)
+        return None
+
+    def _absorb_gate(self, product: _Product, node: Node, siblings: list[Node]) -> Value | None:
+        gate, up = (value.node for value in node.inputs)
+        other = up if gate is product.linear else gate
+        same = gate.attributes["weight"].rows == other.attributes["weight"].rows if other.op == "linear" else False
+        if gate is not product.linear or other not in siblings or other.number in self._done or not same:
+            return None
+        if self._sole_reader(other.outputs[0]) is not node:
+            return None
+        self._done.add(other.number)
+        product.up, product.activation = other, node.attributes["activation"]
+        return node.outputs[0]
+
+    @staticmethod
+    def _absorb_elementwise(product: _Product, node: Node) -> Value | None:
+        if node.op == "softcap" and product.softcap == 0.0:
+            product.softcap = node.attributes["factor"]
+        elif node.op == "scale" and product.scale == 1.0 and product.softcap == 0.0:
+            product.scale = node.attributes["factor"]
+        else:
+            return None
+        return node.outputs[0]
+
+    @staticmethod
+    def _absorb_residual(product: _Product, node: Node, value: Value, known: set[tuple[int, int]]) -> Value | None:
+        others = [other for other in node.inputs if other.key != value.key]
+        if len(others) != 1 or others[0].key not in known:
+            return None
+        product.residual = others[0]
+        return node.outputs[0]
+
+    def _absorb_heads(self, product: _Product, node: Node, value: Value, known: set[tuple[int, int]]) -> Value | None:
+        head_dim = node.inputs[0].shape[-1]
+        if head_dim % TILE_ROWS or product.head_dim not in (0, head_dim) or value.node.is_rows:
+            return None
+        if node.op == "rms_norm" and (product.norm or product.rotary or len(node.inputs[0].shape) < 2):
+            return None
+        if node.op == "rotary" and (product.rotary or any(angle.key not in known for angle in node.inputs[1:])):
+            return None
+        if node.op == "store_kv":
+            return self._absorb_store(product, node, value, head_dim)
+        product.head_dim = head_dim
+        if node.op == "rms_norm":
+            product.norm = node
+        else:
+            product.rotary = node
+        return node.outputs[0]
+
+    def _absorb_store(self, product: _Product, node: Node, value: Value, head_dim: int) -> Value | None:
+        """Keys and values are written by their own products; only if both can be."""
+        keys, values = node.inputs
+        if not all(self._ends_in_product(side) for side in (keys, values)):
+            return None
+        product.store, product.is_value, product.head_dim = node, value.key == values.key, head_dim
+        return value
+
+    def _ends_in_product(self, value: Value) -> bool:
+        """True if nothing but head operations stands between the value and a linear node."""
+        while value.node.op in ("rms_norm", "rotary") and self._sole_reader(value) is not None:
+            value = value.node.inputs[0]
+        return value.node.op == "linear" and self._sole_reader(value) is not None
+
+
+class Buffers:
+    """Where values are kept: a buffer is used again once the last phase that reads its value is over."""
+
+    def __init__(self, program: Any, phases: list[_Phase], result: Value) -> None:
+        self._program = program
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._free: dict[tuple[int, bool], list[int]] = {}
+        self._last: dict[tuple[int, int], int] = {}
+        for index, phase in enumerate(phases):
+            for value in phase.writes() + phase.reads():
+                self._last[value.key] = index
+        self._last[result.key] = len(phases)
+
+    def allocate(self, phase: _Phase) -> None:
+        """Buffers for everything the phase writes."""
+        for value in phase.writes():
+            kind = (value.width, value.node.is_rows)
+            free = self._free.setdefault(kind, [])
+            self._numbers[value.key] = free.pop() if free else self._program.add_buffer(*kind)
+
+    def release(self, phase: _Phase, index: int) -> None:
+        """Give back what is read for the last time in this phase."""
+        for key, value in {v.key: v for v in phase.writes() + phase.reads()}.items():
+            if self._last[key] == index:
+                self._free.setdefault((value.width, value.node.is_rows), []).append(self._numbers[key])
+
+    def __getitem__(self, value: Value) -> int:
+        return self._numbers[value.key]
+
+
+def build(program: Any, graph: Graph, result: Value) -> int:
+    """Put the graph's phases into an empty native program. Returns the number of the buffer that holds `result`."""
+    phases = Planner(graph).plan()
+    buffers = Buffers(program, phases, result)
+    for index, phase in enumerate(phases):
+        buffers.allocate(phase)
+        if phase.attention:
+            _add_attention(program, phase.attention, buffers)
+        else:
+            before = [_row_op(node, buffers) for node in phase.before]
+            segments = [_segment(product, buffers) for product in phase.products]
+            source = buffers[phase.input] if phase.input else -1
+            program.add_matrix_phase(phase.is_rows, before, source, segments)
+        buffers.release(phase, index)
+    return buffers[result]
+
+
+def _add_attention(program: Any, node: Node, buffers: Buffers) -> None:
+    a, queries = node.attributes, node.inputs[0]
+    source, out = buffers[queries], buffers[node.outputs[0]]
+    window, softcap = a["window"] or 0, a["softcap"] or 0.0
+    program.add_attention_phase(source, out, a["pages"], queries.shape[0], a["scale"], window, softcap)
+
+
+def _row_op(node: Node, buffers: Buffers) -> Any:
+    """The native description of an operation on single rows."""
+    op, a = _native.RowOp(getattr(_native.RowKind, _ROW_KINDS[node.op])), node.attributes
+    for field_name, value in zip(("a", "b", "c"), node.inputs, strict=False):
+        setattr(op, field_name, buffers[value])
+    for field_name, value in zip(("out", "out2"), node.outputs, strict=False):
+        setattr(op, field_name, buffers[value])
+    op.factor = a.get("factor", 1.0)
+    op.source = a.get("source", 0)
+    if node.op in ("rms_norm", "rotary", "store_kv"):
+        op.width = node.inputs[0].shape[-1]
+    if node.op == "rms_norm":
+        op.set_weight(a["weight"])
+    if node.op == "embedding":
+        op.set_table(a["weight"])
+    if node.op == "gated_activation":
+        op.activation = _ACTIVATIONS[a["activation"]]
+    if node.op == "store_kv":
+        op.set_pages(a["pages"])
+    return op
+
+
+_ROW_KINDS = {
+    "embedding": "Embedding",
+    "rotary_angles": "Angles",
+    "rms_norm": "RmsNorm",
+    "rotary": "Rotary",
+    "gated_activation": "Gated",
+    "add": "Add",
+    "scale": "Scale",
+    "softcap": "Softcap",
+    "take_rows": "Take",
+    "store_kv": "Store",
+}
+
+
+def _segment(product: _Product, buffers: Buffers) -> Any:
+    """The native description of a product and what follows it."""
+    segment, a = _native.Segment(), product.linear.attributes
+    segment.set_matrix(a["weight"])
+    if a["bias"] is not None:
+        segment.set_bias(a["bias"])
+    if product.up:
+        segment.set_up(product.up.attributes["weight"], product.up.attributes["bias"])
+        segment.activation = _ACTIVATIONS[product.activation]
+    segment.scale, segment.softcap, segment.head_dim = product.scale, product.softcap, product.head_dim
+    if product.norm:
+        segment.set_head_norm(product.norm.attributes["weight"], product.norm.attributes["factor"])
+    if product.rotary:
+        segment.cos, segment.sin = (buffers[value] for value in product.rotary.inputs[1:])
+    if product.store:
+        segment.set_pages(product.store.attributes["pages"], product.is_value)
+    if product.residual:
+        segment.residual = buffers[product.residual]
+    if product.result:
+        segment.out = buffers[product.result]
+    return segment

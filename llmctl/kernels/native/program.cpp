@@ -1,0 +1,302 @@
+#include "program.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace llmctl {
+namespace {
+
+constexpr int64_t kOwnRows = 8192;           // elements up to which every worker computes the rows for itself
+constexpr int64_t kCodesInCache = 1 << 20;   // bytes of activations that stay in a core's second-level cache
+constexpr int64_t kChunksPerWorker = 4;
+constexpr int64_t kPrefillTiles = 4;         // tiles in one chunk of work where many tokens share it
+
+int64_t padded(int64_t columns) { return (columns + 63) / 64 * 64; }
+bool is_plain(Layout layout) { return layout == Layout::F32 || layout == Layout::F16 || layout == Layout::BF16; }
+
+// Activations of some rows in int8, in memory of its own.
+struct QuantizedRows {
+  AlignedArray<int8_t> codes;
+  AlignedArray<float> scales;
+  AlignedArray<int32_t> sums;
+
+  void reserve(int64_t rows, int64_t columns) {
+    codes.reserve(rows * padded(columns));
+    scales.reserve(rows * padded(columns) / 32);
+    sums.reserve(rows * padded(columns) / 16);
+  }
+  void quantize(const Kernels& kernels, const float* x, int64_t row, int64_t columns) {
+    const int64_t wide = padded(columns);
+    kernels.quantize_activations(x, columns, wide, codes.get() + row * wide, scales.get() + row * wide / 32,
+                                 sums.get() + row * wide / 16);
+  }
+  Activations rows(int64_t first, int64_t count, int64_t columns) const {
+    const int64_t wide = padded(columns);
+    return {count, columns, wide, nullptr, 0, codes.get() + first * wide, scales.get() + first * wide / 32,
+            sums.get() + first * wide / 16};
+  }
+  int64_t bytes() const { return codes.bytes() + scales.bytes() + sums.bytes(); }
+};
+
+}  // namespace
+
+// What one worker has to itself. `view` is where each buffer's rows are for this worker: the program's own memory, or, for
+// what a phase computes row by row in every worker, a private copy.
+struct Program::Worker {
+  std::vector<float*> view;
+  AlignedArray<float> rows;
+  QuantizedRows quantized;
+  AlignedArray<float> chunk;
+  AlignedArray<float> chunk_up;
+  AlignedArray<float> attention;
+};
+
+struct Program::Phase {
+  virtual ~Phase() = default;
+  virtual void prepare(Program& program) = 0;   // before every run, on the calling thread
+  virtual void run(Program& program, int worker) = 0;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------------
+
+struct Program::MatrixPhase : Program::Phase {
+  Domain domain;
+  std::vector<RowOp> before;
+  int input;
+  std::vector<Segment> segments;
+  bool needs_codes = false;
+  std::vector<int> outputs;   // buffers that `before` fills
+
+  int64_t num_rows = 0, columns = 0, block = 0;
+  bool own_rows = false;
+  QuantizedRows shared;
+  struct Chunk {
+    int segment;
+    int64_t first_tile, last_tile;
+  };
+  std::vector<Chunk> chunks;
+  int64_t chunk_tokens = -1;   // what the list of chunks was made for
+  std::atomic<int64_t> next_rows{0}, next_item{0};
+
+  void prepare(Program& program) override {
+    num_rows = program.rows_of(domain);
+    next_rows.store(0, std::memory_order_relaxed);
+    next_item.store(0, std::memory_order_relaxed);
+    columns = input < 0 ? 0 : program.buffers_[input].width;
+    int64_t widest = columns;
+    for (int output : outputs) widest = std::max(widest, program.buffers_[output].width);
+    own_rows = num_rows * widest <= kOwnRows;
+    block = num_rows;
+    if (input >= 0) {
+      block = std::max<int64_t>(64, kCodesInCache / padded(columns) / 16 * 16);
+      block = std::min(block, std::max<int64_t>(num_rows, 1));
+      if (needs_codes && !own_rows) shared.reserve(num_rows, columns);
+      list_chunks(program);
+    }
+    for (auto& worker : program.workers_) reserve(program, *worker);
+  }
+
+  void reserve(Program& program, Worker& worker) {
+    if (own_rows) {
+      int64_t elements = 0;
+      for (int output : outputs) elements += num_rows * (program.buffers_[output].width + 16);
+      worker.rows.reserve(elements);
+      if (needs_codes) worker.quantized.reserve(num_rows, columns);
+    }
+    int64_t widest = 0;
+    bool gated = false;
+    for (const Chunk& chunk : chunks) {
+      widest = std::max(widest, (chunk.last_tile - chunk.first_tile) * kTileRows);
+      gated = gated || segments[chunk.segment].gated;
+    }
+    worker.chunk.reserve(block * widest);
+    if (gated) worker.chunk_up.reserve(block * widest);
+  }
+
+  // Splits the segments' tiles into pieces of work. More tokens make a tile heavier, so pieces become smaller.
+  void list_chunks(const Program& program) {
+    const bool many = num_rows > 8;
+    if (chunk_tokens == static_cast<int64_t>(many)) return;
+    chunk_tokens = many;
+    chunks.clear();
+    int64_t total = 0;
+    for (const Segment& segment : segments) total += segment.matrix.tiles();
+    const int64_t pieces = kChunksPerWorker * program.pool_->size();
+    const int64_t wanted = many ? kPrefillTiles : std::clamp<int64_t>(total / pieces, 1, 64);
+    for (size_t i = 0; i < segments.size(); i++) {
+      const int64_t unit = std::max<int64_t>(1, segments[i].head_dim / kTileRows);
+      const int64_t step = std::max<int64_t>(1, wanted / unit) * unit;
+      for (int64_t tile = 0; tile < segments[i].matrix.tiles(); tile += step)
+        chunks.push_back({static_cast<int>(i), tile, std::min(tile + step, segments[i].matrix.tiles())});
+    }
+  }
+
+  void run(Program& program, int number) override {
+    Worker& worker = *program.workers_[number];
+    if (own_rows) {
+      compute_own_rows(program, worker, number);
+    } else if (!before.empty() || needs_codes) {
+      share_rows(program, worker);
+      program.pool_->barrier();
+    }
+    if (input >= 0) run_chunks(program, worker);
+    if (own_rows) restore_view(program, worker);
+    program.pool_->barrier();
+  }
+
+  void restore_view(Program& program, Worker& worker) {
+    for (int output : outputs) worker.view[output] = program.buffers_[output].data.get();
+  }
+
+  void compute_own_rows(Program& program, Worker& worker, int number) {
+    if (number != 0) {   // worker 0 writes what later phases read
+      float* p = worker.rows.get();
+      for (int output : outputs) {
+        worker.view[output] = p;
+        p += num_rows * ((program.buffers_[output].width + 15) / 16 * 16);
+      }
+    }
+    for (int64_t row = 0; row < num_rows; row++) compute_row(program, worker, row, number == 0, worker.quantized);
+  }
+
+  void share_rows(Program& program, Worker& worker) {
+    const int64_t step = std::clamp<int64_t>(num_rows / (8 * program.pool_->size()), 1, 16);
+    for (int64_t first; (first = next_rows.fetch_add(step)) < num_rows;)
+      for (int64_t row = first; row < std::min(first + step, num_rows); row++)
+        compute_row(program, worker, row, true, shared);
+  }
+
+  void compute_row(Program& program, Worker& worker, int64_t row, bool stores, QuantizedRows& codes) {
+    for (const RowOp& op : before)
+      if (op.kind != RowKind::Store || stores) program_row(program, worker, op, row);
+    if (needs_codes) codes.quantize(*program.kernels_, worker.view[input] + row * columns, row, columns);
+  }
+
+  void run_chunks(Program& program, Worker& worker) {
+    const int64_t blocks = (num_rows + block - 1) / block, per_block = static_cast<int64_t>(chunks.size());
+    for (int64_t item; (item = next_item.fetch_add(1)) < blocks * per_block;) {
+      const int64_t first = item / per_block * block;
+      run_chunk(program, worker, chunks[item % per_block], first, std::min(block, num_rows - first));
+    }
+  }
+
+  Activations activations(Program& program, Worker& worker, const Segment& segment, int64_t first, int64_t count) {
+    if (program.int8_ && !is_plain(segment.matrix.layout))
+      return (own_rows ? worker.quantized : shared).rows(first, count, columns);
+    return {count, columns, padded(columns), worker.view[input] + first * columns, columns, nullptr, nullptr, nullptr};
+  }
+
+  void run_chunk(Program& program, Worker& worker, const Chunk& chunk, int64_t first, int64_t count) {
+    const Segment& segment = segments[chunk.segment];
+    const Kernels& kernels = *program.kernels_;
+    const int64_t first_column = chunk.first_tile * kTileRows;
+    const int64_t width = std::min(chunk.last_tile * kTileRows, segment.matrix.rows) - first_column;
+    const int64_t stride = (chunk.last_tile - chunk.first_tile) * kTileRows;
+    const Activations x = activations(program, worker, segment, first, count);
+    kernels.linear(segment.matrix, chunk.first_tile, chunk.last_tile, x, worker.chunk.get(), stride);
+    if (segment.gated) {
+      const Activations x_up = segment.up.layout == segment.matrix.layout ? x : activations_for(program, worker, segment.up, first, count);
+      kernels.linear(segment.up, chunk.first_tile, chunk.last_tile, x_up, worker.chunk_up.get(), stride);
+    }
+    for (int64_t t = 0; t < count; t++)
+      finish_row(program, worker, segment, first + t, first_column, width, worker.chunk.get() + t * stride,
+                 segment.gated ? worker.chunk_up.get() + t * stride : nullptr);
+  }
+
+  Activations activations_for(Program& program, Worker& worker, const PackedMatrix& matrix, int64_t first, int64_t count) {
+    Segment other;
+    other.matrix = matrix;
+    return activations(program, worker, other, first, count);
+  }
+
+  // What follows on `width` outputs of one token, from column `first` on.
+  void finish_row(Program& program, Worker& worker, const Segment& segment, int64_t row, int64_t first, int64_t width,
+                  float* y, float* up) {
+    const Kernels& kernels = *program.kernels_;
+    if (segment.bias) kernels.add(y, segment.bias + first, width, y);
+    if (segment.gated) {
+      if (segment.up_bias) kernels.add(up, segment.up_bias + first, width, up);
+      kernels.gated_activation(y, up, segment.activation, width, y);
+    }
+    if (segment.scale != 1.0f) kernels.scale(y, segment.scale, width, y);
+    if (segment.softcap != 0.0f) kernels.softcap(y, segment.softcap, width, y);
+    if (segment.head_dim) finish_heads(program, worker, segment, row, first, width, y);
+    if (segment.pages) return;
+    float* out = worker.view[segment.out] + row * program.buffers_[segment.out].width + first;
+    if (segment.residual >= 0) {
+      const int64_t stride = program.buffers_[segment.residual].width;
+      kernels.add(worker.view[segment.residual] + row * stride + first, y, width, out);
+    } else {
+      std::memcpy(out, y, width * sizeof(float));
+    }
+  }
+
+  void finish_heads(Program& program, Worker& worker, const Segment& segment, int64_t row, int64_t first, int64_t width,
+                    float* y) {
+    const Kernels& kernels = *program.kernels_;
+    for (int64_t offset = 0; offset < width; offset += segment.head_dim) {
+      float* head = y + offset;
+      if (segment.head_norm) kernels.rms_norm(head, segment.head_norm, segment.eps, segment.head_dim, head);
+      if (segment.cos >= 0) rotate(program, worker, kernels, segment.cos, segment.sin, row, head);
+      if (segment.pages) {
+        const int64_t head_number = (first + offset) / segment.head_dim;
+        kernels.attention->store(*segment.pages, head_number, program.input_->slots[row], segment.is_value, head);
+      }
+    }
+  }
+
+  static void rotate(Program& program, Worker& worker, const Kernels& kernels, int cos, int sin, int64_t row, float* head) {
+    const int64_t half = program.buffers_[cos].width;
+    kernels.rotary(head, worker.view[cos] + row * half, worker.view[sin] + row * half, half);
+  }
+
+  static void program_row(Program& program, Worker& worker, const RowOp& op, int64_t row);
+};
+
+void Program::MatrixPhase::program_row(Program& program, Worker& worker, const RowOp& op, int64_t row) {
+  const Kernels& kernels = *program.kernels_;
+  const StepInput& step = *program.input_;
+  auto at = [&](int buffer, int64_t r) { return worker.view[buffer] + r * program.buffers_[buffer].width; };
+  float* out = op.out < 0 ? nullptr : at(op.out, row);
+  const int64_t width = op.out < 0 ? 0 : program.buffers_[op.out].width;
+  switch (op.kind) {
+    case RowKind::Embedding:
+      kernels.dequantize_row(op.table, step.token_ids[row], out);
+      if (op.factor != 1.0f) kernels.scale(out, op.factor, width, out);
+      break;
+    case RowKind::Angles: {
+      const Frequencies& f = step.frequencies[op.source];
+      const float* inverse = f.values + (f.per_token ? row * f.half : 0);
+      const float position = static_cast<float>(step.positions[row]);
+      float* sin = at(op.out2, row);
+      for (int64_t i = 0; i < f.half; i++) {
+        const float angle = position * inverse[i];
+        out[i] = std::cos(angle) * op.factor;
+        sin[i] = std::sin(angle) * op.factor;
+      }
+      break;
+    }
+    case RowKind::RmsNorm:
+      for (int64_t i = 0; i < width; i += op.width)
+        kernels.rms_norm(at(op.a, row) + i, op.weight, op.factor, op.width, out + i);
+      break;
+    case RowKind::Rotary:
+      std::memcpy(out, at(op.a, row), width * sizeof(float));
+      for (int64_t i = 0; i < width; i += op.width) rotate(program, worker, kernels, op.b, op.c, row, out + i);
+      break;
+    case RowKind::Gated: kernels.gated_activation(at(op.a, row), at(op.b, row), op.activation, width, out); break;
+    case RowKind::Add: kernels.add(at(op.a, row), at(op.b, row), width, out); break;
+    case RowKind::Scale: kernels.scale(at(op.a, row), op.factor, width, out); break;
+    case RowKind::Softcap: kernels.softcap(at(op.a, row), op.factor, width, out); break;
+    case RowKind::Take: std::memcpy(out, at(op.a, step.rows[row]), width * sizeof(float)); break;
+    case RowKind::Store: {
+      const int64_t heads = program.buffers_[op.a].width / op.width;
+      for (int64_t head = 0; head < heads; head++) {
+        kernels.attention->store(*op.pages, head, step.slots[row], false, at(op.a, row) + head * op.width);
+        kernels.attention->store(*op.pages, head, step.slots[row], true, at(op.b, row) + head * op.width);
+      }
+      break;
+    }
+  }
+}

@@ -1,0 +1,134 @@
+// A forward pass recorded once and replayed by one call, for any number of tokens.
+//
+// A program is a list of phases. All workers run every phase together and meet at its end. A matrix phase is
+//   1. row operations: everything that needs one token's row alone (norms, additions, activations, embedding …);
+//   2. the quantization of its input row to int8;
+//   3. segments: matrix products that share this input, each with what follows on its outputs while they are hot (bias,
+//      residual, gated activation, head norm, rotary embedding, writing the KV page).
+// With few tokens every worker does 1 and 2 for itself, which is cheaper than meeting; with many the rows are shared out.
+// Both give the same bits, and so does any number of workers: rows of a matrix are split, never columns.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "aligned.hpp"
+#include "attention.hpp"
+#include "kernels.hpp"
+#include "thread_pool.hpp"
+
+namespace llmctl {
+
+// Rows a buffer or a phase has: one per token of the batch, or one per row of logits asked for.
+enum class Domain : int32_t { Tokens, Rows };
+
+enum class RowKind : int32_t { Embedding, Angles, RmsNorm, Rotary, Gated, Add, Scale, Softcap, Take, Store };
+
+// One operation on a row. Numbers are buffers (-1: none); their widths are known to the program.
+//   Embedding  out = table[token id] * factor
+//   Angles     out, out2 = cos, sin of position * frequencies[source], times factor
+//   RmsNorm    every `width` elements of a by themselves, times weight
+//   Rotary     heads of `width` elements, turned by the angles b (cos) and c (sin)
+//   Gated      activation(a) * b
+//   Add        a + b                Scale, Softcap   of a by factor
+//   Take       the row of a that the batch asks logits for
+//   Store      keys a and values b into the pages, at the token's slot
+struct RowOp {
+  RowKind kind;
+  int out = -1, out2 = -1, a = -1, b = -1, c = -1;
+  int source = 0;
+  int64_t width = 0;
+  float factor = 1.0f;
+  Activation activation = Activation::Silu;
+  const float* weight = nullptr;
+  PackedMatrix table{};
+  KvPages* pages = nullptr;
+};
+
+// One matrix product and what follows on its outputs, in this order: bias; gated activation with `up`; scale; softcap; head
+// norm; rotary; residual; then to `out`, or into the pages as keys or values.
+struct Segment {
+  PackedMatrix matrix{};
+  const float* bias = nullptr;
+  bool gated = false;
+  PackedMatrix up{};
+  const float* up_bias = nullptr;
+  Activation activation = Activation::Silu;
+  float scale = 1.0f;
+  float softcap = 0.0f;
+  int64_t head_dim = 0;              // > 0: outputs are heads, and chunks of work are whole heads
+  const float* head_norm = nullptr;
+  float eps = 0.0f;
+  int cos = -1, sin = -1;
+  int residual = -1;
+  int out = -1;
+  KvPages* pages = nullptr;
+  bool is_value = false;
+};
+
+// One step's tokens. Sequences as in attention.hpp; rows: numbers of the tokens whose logits are wanted; frequencies: for
+// every source inverse frequencies [half], or [tokens][half] where they differ.
+struct Frequencies {
+  const float* values;
+  int64_t half;
+  bool per_token;
+};
+
+struct StepInput {
+  int64_t tokens;
+  const int64_t* token_ids;
+  const int64_t* positions;
+  const int64_t* slots;
+  int64_t num_rows;
+  const int64_t* rows;
+  AttentionBatch batch;
+  std::vector<Frequencies> frequencies;
+};
+
+class Program {
+ public:
+  // int8: activations of quantized weights are rounded to int8; otherwise everything is float32.
+  Program(std::shared_ptr<ThreadPool> pool, const Kernels* kernels, bool int8);
+  ~Program();
+
+  int add_buffer(int64_t width, Domain domain);
+  void add_matrix_phase(Domain domain, std::vector<RowOp> before, int input, std::vector<Segment> segments);
+  void add_attention_phase(int queries, int out, KvPages* pages, int64_t num_heads, float scale, int64_t window,
+                           float softcap);
+
+  // Runs all phases. Afterwards `data` of a buffer holds its rows. Errors: std::bad_alloc.
+  void run(const StepInput& input);
+  const float* data(int buffer) const { return buffers_[buffer].data.get(); }
+  int64_t width(int buffer) const { return buffers_[buffer].width; }
+  int64_t bytes() const;   // of buffers and scratch
+
+  struct Buffer {
+    int64_t width;
+    Domain domain;
+    AlignedArray<float> data;
+  };
+  struct Phase;
+  struct MatrixPhase;
+  struct AttentionPhase;
+  struct Worker;
+
+ private:
+  friend struct MatrixPhase;
+  friend struct AttentionPhase;
+
+  int64_t rows_of(Domain domain) const { return domain == Domain::Tokens ? input_->tokens : input_->num_rows; }
+  void prepare();
+
+  std::shared_ptr<ThreadPool> pool_;
+  const Kernels* kernels_;
+  bool int8_;
+  const StepInput* input_ = nullptr;
+  std::vector<Buffer> buffers_;
+  std::vector<std::unique_ptr<Phase>> phases_;
+  std::vector<std::unique_ptr<Worker>> workers_;
+};
+
+}  // namespace llmctl
