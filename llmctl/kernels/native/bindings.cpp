@@ -5,11 +5,13 @@ namespace nb = nanobind;
 
 namespace llmctl {
 void bind_pool(nb::module_& m);
+void bind_pack(nb::module_& m);
 void bind_sample(nb::module_& m);
 }  // namespace llmctl
 
 NB_MODULE(_native, m) {
   m.doc() = "llmctl's native CPU kernels";
   llmctl::bind_pool(m);
+  llmctl::bind_pack(m);
   llmctl::bind_sample(m);
 }
