@@ -99,6 +99,7 @@ struct AttentionMerge {
 
 struct AttentionKernels {
   // One token's key and value [head_dim] of one kv head, rounded to nearest even; slot = page * 16 + offset, -1: nothing.
+  // key or value may be null: the other is stored alone.
   void (*store)(const KvPages& pages, int64_t kv_head, int64_t slot, const float* key, const float* value);
   // The same, read back.
   void (*load)(const KvPages& pages, int64_t kv_head, int64_t slot, float* key, float* value);

@@ -86,25 +86,36 @@ inline void put_row(const T* row, int64_t n, T* first, int64_t stride) {
   for (int64_t i = 0; i < n; ++i) first[i * stride] = row[i];
 }
 
+template <class T>
+inline void store_key(const KvShape& shape, const PageHead& head, int64_t offset, const float* key) {
+  T row[kMaxHeadDim];
+  if constexpr (sizeof(T) == 1) {
+    uint16_t scales[kMaxHeadDim / 32];
+    quantize_row(key, shape.head_dim, row, scales);
+    put_row(scales, kv_scales(shape), head.key_scales + offset, kPageTokens);
+  } else {
+    round_row(key, shape.head_dim, row);
+  }
+  put_row(row, shape.head_dim, (T*)head.keys + offset, kPageTokens);
+}
+
+template <class T>
+inline void store_value(const KvShape& shape, const PageHead& head, int64_t offset, const float* value) {
+  T* values = (T*)head.values + offset * padded_head_dim(shape.head_dim);
+  if constexpr (sizeof(T) == 1) {
+    quantize_row(value, shape.head_dim, values, head.value_scales + offset * kv_scales(shape));
+  } else {
+    round_row(value, shape.head_dim, values);
+  }
+}
+
 inline void store(const KvPages& pages, int64_t kv_head, int64_t slot, const float* key, const float* value) {
   if (slot < 0) return;
   PageHead head = page_head(pages, slot / kPageTokens, kv_head);
-  int64_t offset = slot % kPageTokens, dim = pages.shape.head_dim, width = padded_head_dim(dim);
   with_element(pages.shape.type, [&](auto element) {
     using T = decltype(element);
-    T row[kMaxHeadDim];
-    T* keys = (T*)head.keys;
-    T* values = (T*)head.values + offset * width;
-    if constexpr (sizeof(T) == 1) {
-      uint16_t scales[kMaxHeadDim / 32];
-      quantize_row(key, dim, row, scales);
-      put_row(scales, kv_scales(pages.shape), head.key_scales + offset, kPageTokens);
-      quantize_row(value, dim, values, head.value_scales + offset * kv_scales(pages.shape));
-    } else {
-      round_row(key, dim, row);
-      round_row(value, dim, values);
-    }
-    put_row(row, dim, keys + offset, kPageTokens);
+    if (key) store_key<T>(pages.shape, head, slot % kPageTokens, key);
+    if (value) store_value<T>(pages.shape, head, slot % kPageTokens, value);
   });
 }
 

@@ -241,7 +241,8 @@ struct Program::MatrixPhase : Program::Phase {
       if (segment.cos >= 0) rotate(program, worker, kernels, segment.cos, segment.sin, row, head);
       if (segment.pages) {
         const int64_t head_number = (first + offset) / segment.head_dim;
-        kernels.attention->store(*segment.pages, head_number, program.input_->slots[row], segment.is_value, head);
+        kernels.attention->store(*segment.pages, head_number, program.input_->slots[row], segment.is_value ? nullptr : head,
+                                 segment.is_value ? head : nullptr);
       }
     }
   }
@@ -293,10 +294,137 @@ void Program::MatrixPhase::program_row(Program& program, Worker& worker, const R
     case RowKind::Store: {
       const int64_t heads = program.buffers_[op.a].width / op.width;
       for (int64_t head = 0; head < heads; head++) {
-        kernels.attention->store(*op.pages, head, step.slots[row], false, at(op.a, row) + head * op.width);
-        kernels.attention->store(*op.pages, head, step.slots[row], true, at(op.b, row) + head * op.width);
+        const int64_t first = head * op.width;
+        kernels.attention->store(*op.pages, head, step.slots[row], at(op.a, row) + first, at(op.b, row) + first);
       }
       break;
     }
   }
 }
+
+// ---------------------------------------------------------------------------------------------------------------------------
+
+struct Program::AttentionPhase : Program::Phase {
+  int queries, out, plan;
+  const KvPages* pages;
+  int64_t num_heads;
+  float scale;
+  int64_t window;
+  float softcap;
+  std::atomic<int64_t> next_item{0}, next_merge{0};
+
+  void prepare(Program& program) override {
+    next_item.store(0, std::memory_order_relaxed);
+    next_merge.store(0, std::memory_order_relaxed);
+    for (auto& worker : program.workers_) worker->attention.reserve(attention_scratch_floats(num_heads, pages->shape));
+    program.partials_.reserve(program.plans_[plan].plan.partial_rows * attention_partial_floats(pages->shape));
+  }
+
+  void run(Program& program, int number) override {
+    const AttentionPlan& work = program.plans_[plan].plan;
+    const AttentionKernels& kernels = *program.kernels_->attention;
+    const AttentionCall call = describe(program);
+    Worker& worker = *program.workers_[number];
+    for (int64_t i; (i = next_item.fetch_add(1)) < static_cast<int64_t>(work.items.size());)
+      kernels.run(call, work.items[i], worker.attention.get(), program.partials_.get());
+    program.pool_->barrier();
+    if (work.merges.empty()) return;
+    for (int64_t i; (i = next_merge.fetch_add(1)) < static_cast<int64_t>(work.merges.size());)
+      kernels.merge(call, work.merges[i], program.partials_.get());
+    program.pool_->barrier();
+  }
+
+  AttentionCall describe(Program& program) const {
+    return {*pages,         program.input_->sequences.data(), num_heads,
+            scale,          softcap,                          window,
+            program.data(queries), program.width(queries),    program.buffers_[out].data.get(),
+            program.width(out)};
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------------
+
+Program::Program(std::shared_ptr<ThreadPool> pool, const Kernels* kernels, bool int8)
+    : pool_(std::move(pool)), kernels_(kernels), int8_(int8) {
+  for (int i = 0; i < pool_->size(); i++) workers_.push_back(std::make_unique<Worker>());
+}
+
+Program::~Program() = default;
+
+int Program::add_buffer(int64_t width, Domain domain) {
+  buffers_.push_back({width, domain, {}});
+  return static_cast<int>(buffers_.size()) - 1;
+}
+
+void Program::add_matrix_phase(Domain domain, std::vector<RowOp> before, int input, std::vector<Segment> segments) {
+  auto phase = std::make_unique<MatrixPhase>();
+  phase->domain = domain;
+  phase->input = input;
+  for (const RowOp& op : before)
+    for (int output : {op.out, op.out2})
+      if (output >= 0) phase->outputs.push_back(output);
+  for (const Segment& segment : segments) {
+    phase->needs_codes |= int8_ && !is_plain(segment.matrix.layout);
+    if (segment.gated) phase->needs_codes |= int8_ && !is_plain(segment.up.layout);
+  }
+  phase->before = std::move(before);
+  phase->segments = std::move(segments);
+  phases_.push_back(std::move(phase));
+}
+
+int Program::shared_plan(const KvShape& shape, int64_t num_heads, int64_t window) {
+  for (size_t i = 0; i < plans_.size(); i++) {
+    const SharedPlan& p = plans_[i];
+    const bool same = p.shape.type == shape.type && p.shape.kv_heads == shape.kv_heads && p.shape.head_dim == shape.head_dim;
+    if (same && p.num_heads == num_heads && p.window == window) return static_cast<int>(i);
+  }
+  plans_.push_back({shape, num_heads, window, {}});
+  return static_cast<int>(plans_.size()) - 1;
+}
+
+void Program::add_attention_phase(int queries, int out, const KvPages* pages, int64_t num_heads, float scale, int64_t window,
+                                  float softcap) {
+  auto phase = std::make_unique<AttentionPhase>();
+  phase->queries = queries;
+  phase->out = out;
+  phase->pages = pages;
+  phase->num_heads = num_heads;
+  phase->scale = scale;
+  phase->window = window;
+  phase->softcap = softcap;
+  phase->plan = shared_plan(pages->shape, num_heads, window);
+  phases_.push_back(std::move(phase));
+}
+
+void Program::prepare() {
+  for (Buffer& buffer : buffers_) buffer.data.reserve(std::max<int64_t>(1, rows_of(buffer.domain)) * buffer.width);
+  for (auto& worker : workers_) {
+    worker->view.resize(buffers_.size());
+    for (size_t i = 0; i < buffers_.size(); i++) worker->view[i] = buffers_[i].data.get();
+  }
+  for (SharedPlan& p : plans_)
+    plan_attention(input_->sequences.data(), static_cast<int64_t>(input_->sequences.size()), p.num_heads, p.shape, p.window,
+                   pool_->size(), p.plan);
+  for (auto& phase : phases_) phase->prepare(*this);
+}
+
+void Program::run(const StepInput& input) {
+  input_ = &input;
+  prepare();
+  pool_->run([this](int worker) {
+    for (auto& phase : phases_) phase->run(*this, worker);
+  });
+  input_ = nullptr;
+}
+
+int64_t Program::bytes() const {
+  int64_t total = partials_.bytes();
+  for (const Buffer& buffer : buffers_) total += buffer.data.bytes();
+  for (const auto& w : workers_)
+    total += w->rows.bytes() + w->quantized.bytes() + w->chunk.bytes() + w->chunk_up.bytes() + w->attention.bytes();
+  for (const auto& phase : phases_)
+    if (auto* matrix = dynamic_cast<MatrixPhase*>(phase.get())) total += matrix->shared.bytes();
+  return total;
+}
+
+}  // namespace llmctl

@@ -45,7 +45,7 @@ struct RowOp {
   Activation activation = Activation::Silu;
   const float* weight = nullptr;
   PackedMatrix table{};
-  KvPages* pages = nullptr;
+  const KvPages* pages = nullptr;
 };
 
 // One matrix product and what follows on its outputs, in this order: bias; gated activation with `up`; scale; softcap; head
@@ -65,7 +65,7 @@ struct Segment {
   int cos = -1, sin = -1;
   int residual = -1;
   int out = -1;
-  KvPages* pages = nullptr;
+  const KvPages* pages = nullptr;
   bool is_value = false;
 };
 
@@ -84,7 +84,7 @@ struct StepInput {
   const int64_t* slots;
   int64_t num_rows;
   const int64_t* rows;
-  AttentionBatch batch;
+  std::vector<AttentionSequence> sequences;
   std::vector<Frequencies> frequencies;
 };
 
@@ -96,7 +96,7 @@ class Program {
 
   int add_buffer(int64_t width, Domain domain);
   void add_matrix_phase(Domain domain, std::vector<RowOp> before, int input, std::vector<Segment> segments);
-  void add_attention_phase(int queries, int out, KvPages* pages, int64_t num_heads, float scale, int64_t window,
+  void add_attention_phase(int queries, int out, const KvPages* pages, int64_t num_heads, float scale, int64_t window,
                            float softcap);
 
   // Runs all phases. Afterwards `data` of a buffer holds its rows. Errors: std::bad_alloc.
@@ -116,8 +116,13 @@ class Program {
   struct Worker;
 
  private:
-  friend struct MatrixPhase;
-  friend struct AttentionPhase;
+  // Layers of one shape and window divide their work alike: it is planned once a step.
+  struct SharedPlan {
+    KvShape shape;
+    int64_t num_heads, window;
+    AttentionPlan plan;
+  };
+  int shared_plan(const KvShape& shape, int64_t num_heads, int64_t window);
 
   int64_t rows_of(Domain domain) const { return domain == Domain::Tokens ? input_->tokens : input_->num_rows; }
   void prepare();
@@ -128,6 +133,8 @@ class Program {
   const StepInput* input_ = nullptr;
   std::vector<Buffer> buffers_;
   std::vector<std::unique_ptr<Phase>> phases_;
+  std::vector<SharedPlan> plans_;
+  AlignedArray<float> partials_;
   std::vector<std::unique_ptr<Worker>> workers_;
 };
 

@@ -1,0 +1,36 @@
+#include "kv_memory.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <new>
+#include <stdexcept>
+
+namespace llmctl {
+namespace {
+
+KvType type_named(const std::string& name) {
+  if (name == "f32") return KvType::F32;
+  if (name == "f16") return KvType::F16;
+  if (name == "bf16") return KvType::BF16;
+  if (name == "q8_0") return KvType::Q8_0;
+  throw std::invalid_argument("KV pages are f32, f16, bf16 or q8_0, not " + name);
+}
+
+}  // namespace
+
+KvMemory::KvMemory(int64_t num_pages, int64_t kv_heads, int64_t head_dim, const std::string& type)
+    : pages_{{type_named(type), kv_heads, head_dim}, nullptr, 0}, bytes_(0) {
+  if (head_dim <= 0 || head_dim > kMaxHeadDim || head_dim % 8)
+    throw std::invalid_argument("head_dim must be a multiple of 8 up to 512, found " + std::to_string(head_dim));
+  pages_.page_stride = kv_page_bytes(pages_.shape);
+  bytes_ = std::max<int64_t>(1, num_pages) * pages_.page_stride;
+  void* memory = mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  pages_.data = static_cast<uint8_t*>(memory);
+}
+
+KvMemory::~KvMemory() { munmap(pages_.data, static_cast<size_t>(bytes_)); }
+
+}  // namespace llmctl

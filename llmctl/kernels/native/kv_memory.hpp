@@ -1,0 +1,28 @@
+// KvMemory: the pages of one layer and the memory they lie in, taken from the system page by page as tokens come.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "attention.hpp"
+
+namespace llmctl {
+
+class KvMemory {
+ public:
+  // type: f32, f16, bf16 or q8_0. std::invalid_argument for another one, or a head_dim that attention.hpp excludes;
+  // std::bad_alloc where the address space does not hold it.
+  KvMemory(int64_t num_pages, int64_t kv_heads, int64_t head_dim, const std::string& type);
+  ~KvMemory();
+  KvMemory(const KvMemory&) = delete;
+  KvMemory& operator=(const KvMemory&) = delete;
+
+  const KvPages& pages() const { return pages_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  KvPages pages_;
+  int64_t bytes_;
+};
+
+}  // namespace llmctl
