@@ -1,0 +1,91 @@
+"""The native backend's forward pass against the reference backend's, over tiny random models of every kind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from make_tiny_model import ROPES, make_tiny_model
+
+from llmctl.runtime.engine import Engine
+from llmctl.runtime.engine.model_runner import compute_logits
+from llmctl.runtime.loading import LoadedModel, load_model
+from llmctl.runtime.sampling.params import SamplingParams
+
+TOLERANCE = 1e-4
+LENGTH = 70  # several pages, past every tiny window and original context, not a whole number of pages
+
+LLAMA = [
+    {},
+    {"tie_word_embeddings": False},
+    {"num_key_value_heads": 1},
+    {"head_dim": 16, "hidden_size": 96, "num_attention_heads": 6},
+    {"attention_bias": True, "mlp_bias": True},
+    {"hidden_act": "gelu_pytorch_tanh"},
+    *({"rope": name} for name in ROPES),
+]
+GEMMA3 = [
+    {},
+    {"num_key_value_heads": 1},
+    {"attention_bias": True},
+    {"sliding_window": 3, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    {"final_logit_softcapping": 1.5},
+    {"tie_word_embeddings": False},
+]
+CASES = [("llama", choices) for choices in LLAMA] + [("gemma3", choices) for choices in GEMMA3]
+IDS = np.random.default_rng(5).integers(3, 384, LENGTH).tolist()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a tiny model once per set of choices."""
+
+    @functools.cache
+    def make(case: int) -> Path:
+        family, choices = CASES[case]
+        return make_tiny_model(tmp_path_factory.mktemp(family), family, **choices)
+
+    return make
+
+
+def native(path: Path, *, threads: int = 2, activations: str = "float", kv_type: str = "f32") -> LoadedModel:
+    return load_model(path, backend="native", threads=threads, activations=activations, kv_type=kv_type)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=str)
+def test_logits_equal_the_reference(folder: Callable[..., Path], case: int) -> None:
+    expected = compute_logits(load_model(folder(case), backend="reference"), IDS)
+    found = compute_logits(native(folder(case)), IDS)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("case", [0, 4, len(LLAMA), len(LLAMA) + 3], ids=str)
+@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0"])
+def test_bits_depend_on_neither_chunks_nor_threads(folder: Callable[..., Path], case: int, kv_type: str) -> None:
+    whole = compute_logits(native(folder(case), threads=1, kv_type=kv_type), IDS)
+    for chunk, threads in ((1, 2), (7, 1), (33, 3)):
+        np.testing.assert_array_equal(compute_logits(native(folder(case), threads=threads, kv_type=kv_type), IDS, chunk=chunk), whole)
+
+
+def test_a_batch_gives_each_sequence_what_it_gets_alone(folder: Callable[..., Path]) -> None:
+    model = native(folder(0))
+    prompts = [IDS[:5], IDS[10:40], IDS[3:4], IDS[20:61]]
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+
+    def run(engine: Engine, chosen: list[list[int]]) -> list[list[int]]:
+        sequences = [engine.add(prompt, params) for prompt in chosen]
+        while engine.has_work:
+            engine.step()
+        return [sequence.completion_token_ids for sequence in sequences]
+
+    alone = [run(Engine(model), [prompt])[0] for prompt in prompts]
+    assert run(Engine(model, max_num_seqs=4, prefill_chunk=16), prompts) == alone
