@@ -14,6 +14,7 @@ from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.attention._reference import attention
 from llmctl.kernels.embedding._reference import embedding
 from llmctl.kernels.formats.codecs import dequantize
+from llmctl.kernels.formats.packed_int import PackedIntTensor
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.linear._reference import linear
 from llmctl.kernels.rms_norm._reference import rms_norm
@@ -48,7 +49,7 @@ class ReferenceOps:
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise UnsupportedError(f"device {self.device} was asked for, but torch {torch.__version__} sees no CUDA device")
 
-    def prepare_weight(self, weight: np.ndarray | QuantTensor) -> torch.Tensor:
+    def prepare_weight(self, weight: np.ndarray | QuantTensor | PackedIntTensor) -> torch.Tensor:
         return self._upload(dequantize(weight)).to(self._torch_dtype)
 
     def prepare_vector(self, vector: np.ndarray | QuantTensor, dtype: str | None = None) -> torch.Tensor:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from llmctl.kernels.attention import BatchDescription
+    from llmctl.kernels.formats.packed_int import PackedIntTensor
     from llmctl.kernels.formats.quant_tensor import QuantTensor
 
 Array = Any
@@ -28,7 +29,7 @@ class Ops(Protocol):
     dtype: str
     threads: int
 
-    def prepare_weight(self, weight: np.ndarray | QuantTensor) -> Array:
+    def prepare_weight(self, weight: np.ndarray | QuantTensor | PackedIntTensor) -> Array:
         """A matrix (out_features, in_features) in the layout this backend's linear and embedding read."""
 
     def prepare_vector(self, vector: np.ndarray | QuantTensor, dtype: str | None = None) -> Array:

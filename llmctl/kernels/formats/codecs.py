@@ -14,6 +14,7 @@ import numpy as np
 from llmctl.errors import FormatError, UnsupportedError
 from llmctl.kernels.formats import iquants, kquants, legacy, smallfloat
 from llmctl.kernels.formats.layouts import LAYOUTS
+from llmctl.kernels.formats.packed_int import PackedIntTensor, dequantize_packed_int
 from llmctl.kernels.formats.plain import CAST_LIMITS, PLAIN_DTYPES, cast, finite_f32, widen
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import Format
@@ -37,10 +38,10 @@ def can_quantize(format: Format) -> bool:
     return format.name in ENCODERS or format.name in CAST_LIMITS
 
 
-def dequantize(tensor: QuantTensor | np.ndarray, *, out: np.ndarray | None = None) -> np.ndarray:
+def dequantize(tensor: QuantTensor | PackedIntTensor | np.ndarray, *, out: np.ndarray | None = None) -> np.ndarray:
     """A stored tensor as float32 of its logical shape.
 
-    tensor: a QuantTensor, or an array of plain numbers (F32, F16, BF16, F64, I8 to I64). A float32 array comes back
+    tensor: a QuantTensor, a PackedIntTensor, or an array of plain numbers (F32, F16, BF16, F64, I8 to I64). A float32 array comes back
     itself, not copied, and is read-only if it is mapped from a file; everything else is a new array.
     out: C-contiguous float32 array of the tensor's shape to fill and return instead.
     Raises UnsupportedError for an array of another dtype, FormatError for a float64 value beyond float32.
@@ -49,6 +50,8 @@ def dequantize(tensor: QuantTensor | np.ndarray, *, out: np.ndarray | None = Non
         return dequantize_blocks(tensor.format, tensor.blocks, out=out)
     if out is not None:
         _check_out(out, tensor.shape)
+    if isinstance(tensor, PackedIntTensor):
+        return dequantize_packed_int(tensor, out)
     return widen(tensor, out)
 
 
