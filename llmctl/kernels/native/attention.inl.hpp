@@ -17,8 +17,6 @@ constexpr int kSumVectors = 4;
 constexpr int kSumVectors = 1;
 #endif
 
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t between(int64_t x, int64_t low, int64_t high) { return smaller(larger(x, low), high); }
 
 // c [R][16 V] = factor[row] * c (null: 0) + a [R][count] times b [count][16 V]: one chain of fma per element, k ascending.

@@ -5,6 +5,9 @@
 
 namespace llmctl::LLMCTL_ISA {
 
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
 inline F32 load_lanes(const float* p) { return load_f32(p); }
 struct Half { uint16_t bits; };
 struct Brain { uint16_t bits; };
@@ -12,7 +15,7 @@ inline F32 load_lanes(const Half* p) { return load_f16(&p->bits); }
 inline F32 load_lanes(const Brain* p) { return load_bf16(&p->bits); }
 inline F32 load_lanes(const int8_t* p) { return to_f32(load_i8_i32(p)); }
 
-inline float half_to_float(uint16_t half) {
+inline float one_half(uint16_t half) {
   uint16_t lanes[16] = {half};
   float values[16];
   store_f32(values, load_f16(lanes));
@@ -62,14 +65,14 @@ inline PageHead page_head(const KvPages& pages, int64_t page, int64_t kv_head) {
 // x [n] to out [n], out rounded up to whole vectors and 0 there.
 template <class T>
 inline void round_row(const float* x, int64_t n, T* out) {
-  for (int64_t i = 0; i < n; i += 16) round_to(out + i, load_f32_first(x + i, n - i < 16 ? int(n - i) : 16));
+  for (int64_t i = 0; i < n; i += 16) round_to(out + i, load_f32_first(x + i, int(smaller(16, n - i))));
 }
 
 // Q8_0: d = max|x| / 127 over 32 columns, rounded to f16; codes round(x / d) by the scale before rounding.
 inline void quantize_row(const float* x, int64_t n, int8_t* codes, uint16_t* scales) {
   for (int64_t block = 0; block * 32 < n; ++block) {
-    int64_t first = block * 32, rest = n - first < 32 ? n - first : 32;
-    F32 low = load_f32_first(x + first, rest < 16 ? int(rest) : 16);
+    int64_t first = block * 32, rest = smaller(32, n - first);
+    F32 low = load_f32_first(x + first, int(smaller(16, rest)));
     F32 high = rest > 16 ? load_f32_first(x + first + 16, int(rest - 16)) : zero_f32();
     float scale = reduce_max(max(abs(low), abs(high))) / 127.0f;
     F32 inverse = set_f32(scale > 0 ? 1.0f / scale : 0.0f);
@@ -141,12 +144,12 @@ inline void load_values(const KvShape& shape, const PageHead& head, int64_t firs
     for (int64_t row = first; row < last; ++row) {
       const T* values = (const T*)head.values + row * width;
       for (int64_t panel = 0; panel < width; panel += 64) {
-        int64_t columns = width - panel < 64 ? width - panel : 64;
+        int64_t columns = smaller(64, width - panel);
         float* to = out + panel * kKeyTile + (token + row) * columns;
         for (int64_t d = 0; d < columns; d += 16) {
           F32 lanes = load_lanes(values + panel + d);
           if constexpr (sizeof(T) == 1) {
-            lanes = mul(lanes, set_f32(half_to_float(head.value_scales[row * kv_scales(shape) + (panel + d) / 32])));
+            lanes = mul(lanes, set_f32(one_half(head.value_scales[row * kv_scales(shape) + (panel + d) / 32])));
           }
           store_f32(to + d, lanes);
         }
@@ -164,7 +167,7 @@ inline void load(const KvPages& pages, int64_t kv_head, int64_t slot, float* key
   load_values(pages.shape, head, offset, offset + 1, 0, tile);
   int64_t width = padded_head_dim(dim);
   for (int64_t d = 0; d < dim; ++d) {
-    int64_t panel = d / 64 * 64, columns = width - panel < 64 ? width - panel : 64;
+    int64_t panel = d / 64 * 64, columns = smaller(64, width - panel);
     value[d] = tile[panel * kKeyTile + offset * columns + d - panel];
   }
 }

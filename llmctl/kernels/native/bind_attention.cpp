@@ -1,0 +1,147 @@
+// Pages of keys and values, and attention over them by name of instruction set: for tests and for looking into a cache.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <atomic>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "aligned.hpp"
+#include "attention.hpp"
+#include "bind_isa.hpp"
+#include "kv_memory.hpp"
+#include "thread_pool.hpp"
+
+namespace nb = nanobind;
+
+namespace llmctl {
+namespace {
+
+using Rows = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;        // [tokens, heads, head_dim]
+using Integers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using NewRows = nb::ndarray<nb::numpy, float, nb::ndim<3>>;
+
+NewRows new_rows(size_t tokens, int64_t heads, int64_t head_dim) {
+  float* data = new float[tokens * size_t(heads * head_dim)];
+  nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+  return NewRows(data, {tokens, size_t(heads), size_t(head_dim)}, owner);
+}
+
+void require(bool holds, const char* message) {
+  if (!holds) throw nb::value_error(message);
+}
+
+int64_t num_pages(const KvMemory& memory) { return memory.bytes() / memory.pages().page_stride; }
+
+void require_slots(const KvMemory& memory, const Integers& slots, int64_t lowest) {
+  for (size_t t = 0; t < slots.size(); ++t) {
+    require(slots(t) >= lowest && slots(t) < num_pages(memory) * kPageTokens, "a slot is outside the pages");
+  }
+}
+
+void require_rows(const KvMemory& memory, const Rows& rows, size_t tokens) {
+  const KvShape& shape = memory.pages().shape;
+  require(rows.shape(0) == tokens && int64_t(rows.shape(1)) == shape.kv_heads && int64_t(rows.shape(2)) == shape.head_dim,
+          "keys and values must be [slots, kv heads, head_dim]");
+}
+
+// 0xFF everywhere is a NaN in every type (of Q8_0: in the scales), so that a read of what was never stored shows.
+void fill_pages(KvMemory& memory, uint8_t byte) { std::memset(memory.pages().data, byte, size_t(memory.bytes())); }
+
+void store_rows(const std::string& isa, KvMemory& memory, const Rows& keys, const Rows& values, const Integers& slots) {
+  require_rows(memory, keys, slots.size());
+  require_rows(memory, values, slots.size());
+  require_slots(memory, slots, -1);
+  const KvShape& shape = memory.pages().shape;
+  for (size_t t = 0; t < slots.size(); ++t) {
+    for (int64_t head = 0; head < shape.kv_heads; ++head) {
+      int64_t row = (int64_t(t) * shape.kv_heads + head) * shape.head_dim;
+      kernels_named(isa).attention->store(memory.pages(), head, slots(t), keys.data() + row, values.data() + row);
+    }
+  }
+}
+
+nb::tuple load_rows(const std::string& isa, const KvMemory& memory, const Integers& slots) {
+  require_slots(memory, slots, 0);
+  const KvShape& shape = memory.pages().shape;
+  NewRows keys = new_rows(slots.size(), shape.kv_heads, shape.head_dim);
+  NewRows values = new_rows(slots.size(), shape.kv_heads, shape.head_dim);
+  for (size_t t = 0; t < slots.size(); ++t) {
+    for (int64_t head = 0; head < shape.kv_heads; ++head) {
+      int64_t row = (int64_t(t) * shape.kv_heads + head) * shape.head_dim;
+      kernels_named(isa).attention->load(memory.pages(), head, slots(t), keys.data() + row, values.data() + row);
+    }
+  }
+  return nb::make_tuple(keys, values);
+}
+
+std::vector<AttentionSequence> sequences_of(const std::vector<int64_t>& cu_seqlens_q, const std::vector<int64_t>& context_lens,
+                                            const std::vector<Integers>& tables, int64_t tokens, int64_t pages) {
+  size_t count = context_lens.size();
+  require(cu_seqlens_q.size() == count + 1 && tables.size() == count, "one context length, one table and one range a sequence");
+  require(cu_seqlens_q.front() == 0 && cu_seqlens_q.back() == tokens, "cu_seqlens_q must go from 0 to the number of tokens");
+  std::vector<AttentionSequence> sequences;
+  for (size_t s = 0; s < count; ++s) {
+    int64_t queries = cu_seqlens_q[s + 1] - cu_seqlens_q[s], length = context_lens[s];
+    require(queries >= 0 && queries <= length, "a sequence has more queries than keys");
+    require(int64_t(tables[s].size()) >= (length + kPageTokens - 1) / kPageTokens, "a table has too few pages");
+    for (size_t i = 0; i < tables[s].size(); ++i) {
+      require(tables[s](i) >= 0 && tables[s](i) < pages, "a page is outside the pages");
+    }
+    sequences.push_back({cu_seqlens_q[s], queries, length, tables[s].data()});
+  }
+  return sequences;
+}
+
+// All items, then all merges; workers take the next one that is left.
+void run_plan(const AttentionKernels& kernels, const AttentionCall& call, const AttentionPlan& plan, int threads) {
+  int64_t scratch_floats = attention_scratch_floats(call.num_heads, call.pages.shape);
+  AlignedArray<float> scratch, partials;
+  scratch.reserve(threads * scratch_floats);
+  partials.reserve(plan.partial_rows * attention_partial_floats(call.pages.shape));
+  std::atomic<size_t> next_item{0}, next_merge{0};
+  ThreadPool pool(threads);
+  pool.run([&](int worker) {
+    float* own = scratch.get() + worker * scratch_floats;
+    for (size_t i; (i = next_item++) < plan.items.size();) kernels.run(call, plan.items[i], own, partials.get());
+    pool.barrier();
+    for (size_t i; (i = next_merge++) < plan.merges.size();) kernels.merge(call, plan.merges[i], partials.get());
+  });
+}
+
+NewRows bound_attention(const std::string& isa, const KvMemory& memory, const Rows& queries,
+                        const std::vector<int64_t>& cu_seqlens_q, const std::vector<int64_t>& context_lens,
+                        const std::vector<Integers>& block_tables, float scale, int64_t sliding_window, float softcap,
+                        int threads) {
+  const KvShape& shape = memory.pages().shape;
+  int64_t tokens = int64_t(queries.shape(0)), heads = int64_t(queries.shape(1)), row = heads * shape.head_dim;
+  require(int64_t(queries.shape(2)) == shape.head_dim && heads % shape.kv_heads == 0,
+          "queries must be [tokens, a multiple of the kv heads, head_dim]");
+  require(sliding_window >= 0 && softcap >= 0 && threads > 0, "window and softcap are 0 or positive, threads positive");
+  auto sequences = sequences_of(cu_seqlens_q, context_lens, block_tables, tokens, num_pages(memory));
+  NewRows out = new_rows(queries.shape(0), heads, shape.head_dim);
+  AttentionCall call = {memory.pages(), sequences.data(), heads, scale, softcap, sliding_window, queries.data(), row,
+                        out.data(), row};
+  AttentionPlan plan;
+  plan_attention(sequences.data(), int64_t(sequences.size()), heads, shape, sliding_window, threads, plan);
+  const AttentionKernels& kernels = *kernels_named(isa).attention;
+  nb::gil_scoped_release release;
+  run_plan(kernels, call, plan, threads);
+  return out;
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& m) {
+  m.def("fill_pages", &fill_pages, nb::arg("pages"), nb::arg("byte"));
+  m.def("store_kv", &store_rows, nb::arg("isa"), nb::arg("pages"), nb::arg("keys"), nb::arg("values"), nb::arg("slots"));
+  m.def("load_kv", &load_rows, nb::arg("isa"), nb::arg("pages"), nb::arg("slots"));
+  m.def("attention", &bound_attention, nb::arg("isa"), nb::arg("pages"), nb::arg("queries"), nb::arg("cu_seqlens_q"),
+        nb::arg("context_lens"), nb::arg("block_tables"), nb::arg("scale"), nb::arg("sliding_window") = 0,
+        nb::arg("softcap") = 0.0f, nb::arg("threads") = 1);
+}
+
+}  // namespace llmctl
