@@ -26,6 +26,7 @@ COMMANDS = {
     "quantize": Command("quantize", "quantize", "Make a smaller checkpoint with low-bit weights."),
     "convert": Command("convert", "convert", "Turn a Hugging Face folder into a GGUF file."),
     "bench": Command("bench", "bench", "Measure prompt and generation speed."),
+    "eval": Command("eval", "evaluate", "Measure how well a model predicts a text: perplexity, divergence from another."),
     "inspect": Command("inspect", "inspect", "Show what is in a checkpoint: metadata, tensors, sizes."),
     "inspect-kv": Command("inspect_kv", "inspect_kv", "Show what the KV cache of a model costs."),
     "models": Command("models", "app", "Pull, list, show and remove models."),

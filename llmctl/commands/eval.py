@@ -1,0 +1,164 @@
+"""llmctl eval: how well a model predicts a text, and how far it is from another model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmctl.commands import console
+from llmctl.commands.options import (
+    Backend,
+    BackendOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    KvType,
+    KvTypeOption,
+    ModelArgument,
+    QuietOption,
+    ThreadsOption,
+    complete_model,
+)
+from llmctl.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from llmctl.runtime.evaluate import Estimate, Evaluation
+    from llmctl.runtime.loading import LoadedModel, OpenedModel
+
+_OTHER = {"show_default": "as MODEL's"}
+
+
+def evaluate(
+    model: ModelArgument = None,
+    text: Annotated[
+        Path | None, typer.Option("--text", metavar="FILE", help="The text, UTF-8; - reads stdin.", show_default=False)
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="MODEL",
+            help="Measure the divergence from this model; with another --against option alone, from the same file.",
+            autocompletion=complete_model,
+            show_default=False,
+        ),
+    ] = None,
+    against_backend: Annotated[Backend | None, typer.Option("--against-backend", help="Its backend.", **_OTHER)] = None,
+    against_kv_type: Annotated[
+        KvType | None, typer.Option("--against-kv-type", case_sensitive=False, help="Its cache type.", **_OTHER)
+    ] = None,
+    ctx_size: Annotated[
+        int, typer.Option("--ctx-size", "--ctx", "-c", min=4, help="Tokens of a chunk; the second half of each counts.")
+    ] = 512,
+    chunks: Annotated[int | None, typer.Option("--chunks", min=1, help="Most chunks.", show_default="all of the text")] = None,
+    threads: ThreadsOption = None,
+    kv_type: KvTypeOption = "f32",
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    backend: BackendOption = "reference",
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Measure a model on a text: perplexity as llama-perplexity counts it, and with --against what tells two models apart.
+
+    Both run side by side and are compared place by place, so no file of logits is needed.
+    """
+    from llmctl.runtime.evaluate import cut
+    from llmctl.runtime.evaluate import evaluate as run
+
+    if text is None:
+        raise UsageError("there is no text to measure on: --text FILE names one")
+    content = _read(text)
+    shared = {"device": device, "dtype": dtype, "ctx_size": ctx_size}
+    first = _open(model, {**shared, "backend": backend, "kv_type": kv_type})
+    pieces = cut(first.tokenizer, content, ctx_size, chunks)
+    loaded = _load(first, threads)
+    other = None
+    if against is not None or against_backend is not None or against_kv_type is not None:
+        theirs = {**shared, "backend": against_backend or backend, "kv_type": against_kv_type or kv_type}
+        other = _load(_beside(first, against, theirs, pieces, content), threads)
+    with console.progress("Evaluating", len(pieces), unit="chunk") as bar:
+        result = run(loaded, pieces, other, bar.update_to)
+    _print_json(loaded, other, text, result) if json else _print(other, result)
+
+
+def _read(text: Path) -> str:
+    from llmctl.commands.prompt_input import read_stdin, read_text
+
+    if str(text) != "-":
+        return read_text(text, "--text")
+    piped = read_stdin()
+    if piped is None:
+        raise UsageError("--text -: there is no text on standard input")
+    return piped
+
+
+def _open(spec: str | None, loading: dict[str, Any]) -> OpenedModel:
+    from llmctl.runtime.loading import open_model
+    from llmctl.runtime.store import resolve_model
+
+    path = resolve_model(spec, progress=console.progress)
+    if spec is None:
+        console.info(f"Using {path}")
+    opened = open_model(path, **loading)
+    if opened.tokenizer is None:
+        raise UnsupportedError(f"{path}: the model has no tokenizer, so it cannot be given text")
+    return opened
+
+
+def _beside(
+    first: OpenedModel, against: str | None, loading: dict[str, Any], pieces: list[list[int]], content: str
+) -> OpenedModel:
+    """The other model, which must cut the text into the same ids."""
+    from llmctl.runtime.evaluate import cut
+    from llmctl.runtime.loading import open_model
+
+    if against is None:
+        return open_model(first.checkpoint.path, **loading)
+    other = _open(against, loading)
+    if cut(other.tokenizer, content, len(pieces[0]), len(pieces)) != pieces:
+        raise UsageError(
+            f"{first.checkpoint.path} and {other.checkpoint.path} read the text as different tokens: they cannot be compared"
+        )
+    return other
+
+
+def _load(opened: OpenedModel, threads: int | None) -> LoadedModel:
+    from llmctl.commands.answer import load_weights
+
+    return load_weights(opened, threads)[0]
+
+
+def _print(other: LoadedModel | None, result: Evaluation) -> None:
+    rows = [("perplexity", _pm(result.perplexity, 4))]
+    if (found := result.comparison) is not None:
+        rows += [
+            ("perplexity of the other", _pm(found.perplexity, 4)),
+            ("ratio of the two", _pm(found.perplexity_ratio, 5)),
+            ("KL divergence, mean", _pm(found.kl, 6)),
+            ("KL divergence, median", f"{found.kl_median:.6f}"),
+            ("KL divergence, 99 %", f"{found.kl_99:.6f}"),
+            ("KL divergence, most", f"{found.kl_max:.6f}"),
+            ("same top token", f"{100 * found.same_top.value:.3f} ± {100 * found.same_top.error:.3f} %"),
+        ]
+    console.info(f"{result.num_chunks} chunks of {result.context_length} tokens, {result.num_scored} places counted")
+    console.info(f"The other model is {other.checkpoint.path}" if other else "No other model was asked for (--against)")
+    console.table(("MEASURE", "VALUE"), rows)
+
+
+def _pm(estimate: Estimate, digits: int) -> str:
+    return f"{estimate.value:.{digits}f} ± {estimate.error:.{digits}f}"
+
+
+def _print_json(loaded: LoadedModel, other: LoadedModel | None, text: Path, result: Evaluation) -> None:
+    models = {"model": _facts(loaded), "against": _facts(other) if other else None}
+    console.print_json({"text": str(text), **models, **asdict(result)})
+
+
+def _facts(model: LoadedModel) -> dict[str, Any]:
+    ops = model.ops
+    computed = {"backend": ops.name, "device": ops.device, "dtype": ops.dtype, "kv_type": model.kv_type}
+    return {"path": str(model.checkpoint.path), **computed, "threads": ops.threads}

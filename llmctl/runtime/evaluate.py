@@ -1,0 +1,201 @@
+"""How well a model predicts a text, and how far its predictions are from another model's.
+
+Perplexity as llama-perplexity defines it: the text is cut into chunks of as many tokens as the context has, each begins with
+BOS where the model wants one, and only the second half of a chunk counts, so that every token counted has a context.
+The Kullback-Leibler divergence is that of the model from the other one, KL(other ‖ model), in nats at every such place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmctl.errors import LlmctlError, UsageError
+from llmctl.runtime.cache.block_manager import BlockManager
+from llmctl.runtime.engine.model_runner import BLOCK_SIZE, ModelRunner
+from llmctl.runtime.engine.scheduler import ScheduledChunk
+from llmctl.runtime.engine.sequence import Sequence
+from llmctl.runtime.loading import LoadedModel
+from llmctl.runtime.sampling.params import SamplingParams
+from llmctl.runtime.sampling.sampler import Sampler
+from llmctl.runtime.tokenizer import Tokenizer
+
+SHORTEST_CHUNK = 4
+_PREFILL_CHUNK = 512
+_LOGITS_BYTES = 64 << 20  # at once, of one model
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over the places counted and its standard error."""
+
+    value: float
+    error: float
+
+    @classmethod
+    def mean(cls, values: np.ndarray) -> Estimate:
+        """Of values [n]; the error is 0 for a single one."""
+        error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+        return cls(float(values.mean()), error)
+
+    def exp(self) -> Estimate:
+        """Its exponential; the error to first order."""
+        value = math.exp(self.value)
+        return Estimate(value, value * self.error)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model beside another one, place by place.
+
+    perplexity: the other's. perplexity_ratio: the model's by the other's. kl_*: nats. same_top: share of the places where
+    both find the same token most likely.
+    """
+
+    perplexity: Estimate
+    perplexity_ratio: Estimate
+    kl: Estimate
+    kl_median: float
+    kl_99: float
+    kl_max: float
+    same_top: Estimate
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """num_chunks of context_length tokens each, num_scored places counted in all."""
+
+    num_chunks: int
+    context_length: int
+    num_scored: int
+    perplexity: Estimate
+    comparison: Comparison | None
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """One number a place [n]: −log p of the text's token under the model and under the other, KL, whether the tops agree."""
+
+    nll: np.ndarray
+    other_nll: np.ndarray
+    kl: np.ndarray
+    same_top: np.ndarray
+
+
+def cut(tokenizer: Tokenizer, text: str, context_length: int, limit: int | None = None) -> list[list[int]]:
+    """The text's chunks of `context_length` ids, at most `limit`; what is left over at the end is not used.
+
+    UsageError if the text is too short for one.
+    """
+    if context_length < SHORTEST_CHUNK:
+        raise UsageError(f"a chunk must have at least {SHORTEST_CHUNK} tokens, found {context_length}")
+    ids = tokenizer.encode(text)
+    count = len(ids) // context_length
+    if count == 0:
+        raise UsageError(f"the text has {len(ids)} tokens, a chunk {context_length}: take a longer text or a smaller context")
+    begin = [tokenizer.bos_token_id] if tokenizer.add_bos else []
+    starts = range(0, context_length * min(count, limit or count), context_length)
+    return [[*begin, *ids[start + len(begin) : start + context_length]] for start in starts]
+
+
+def evaluate(
+    model: LoadedModel,
+    chunks: list[list[int]],
+    other: LoadedModel | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Evaluation:
+    """Score the chunks of `cut`. progress: called with the number of finished chunks.
+
+    LlmctlError if a model computes something that is not a number, UsageError if the two have not the same number of tokens.
+    """
+    if other is not None and other.num_tokens != model.num_tokens:
+        raise UsageError(f"the models have {model.num_tokens} and {other.num_tokens} tokens: they cannot be compared")
+    length = len(chunks[0])
+    readers = [_Reader(each, length) for each in (model, other) if each is not None]
+    parts = []
+    for number, chunk in enumerate(chunks):
+        parts += [_score(rows, targets) for rows, targets in _aligned(readers, chunk)]
+        if progress:
+            progress(number + 1)
+    return _summary(len(chunks), length, parts, other is not None)
+
+
+class _Reader:
+    """Logits of one model for one chunk after the other, over the same cache pages."""
+
+    def __init__(self, model: LoadedModel, length: int) -> None:
+        self.num_tokens = model.num_tokens
+        self._blocks = BlockManager(-(-length // BLOCK_SIZE), BLOCK_SIZE)
+        self._runner = ModelRunner(model, self._blocks.num_free)
+
+    def rows(self, ids: list[int], first: int, step: int) -> Iterator[np.ndarray]:
+        """Logits [n ≤ step, num_tokens] after the tokens from number `first` on, in order."""
+        params = SamplingParams(temperature=0)
+        sequence = Sequence(ids, params, Sampler(params))
+        self._blocks.grow(sequence.block_table, len(ids))
+        while sequence.num_computed < first:
+            self._run(self._runner.run, sequence, min(_PREFILL_CHUNK, first - sequence.num_computed))
+        while sequence.num_uncomputed:
+            yield self._run(self._runner.run_all, sequence, min(step, sequence.num_uncomputed))[:, : self.num_tokens]
+        self._blocks.shrink(sequence.block_table, 0)
+
+    @staticmethod
+    def _run(run: Callable[[list[ScheduledChunk]], np.ndarray], sequence: Sequence, count: int) -> np.ndarray:
+        logits = run([ScheduledChunk(sequence, count)])
+        sequence.num_computed += count
+        return logits
+
+
+def _aligned(readers: list[_Reader], chunk: list[int]) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
+    """Pieces of a chunk's second half: every model's logits and the ids that follow. The last token is only a target."""
+    first = len(chunk) // 2
+    step = max(1, _LOGITS_BYTES // (4 * readers[0].num_tokens))
+    targets = np.asarray(chunk[first + 1 :])
+    pieces = zip(*(reader.rows(chunk[:-1], first, step) for reader in readers), strict=True)
+    for number, rows in enumerate(pieces):
+        yield list(rows), targets[number * step : (number + 1) * step]
+
+
+def _score(rows: list[np.ndarray], targets: np.ndarray) -> _Scores:
+    """Compare one piece: logits [n, V] of one or two models, targets [n]."""
+    model, other = rows[0], rows[-1]
+    places = np.arange(len(targets))
+    weights, normalizer = _softmax_parts(model)
+    nll = normalizer - model[places, targets]
+    if len(rows) == 1:
+        return _Scores(nll, nll, np.zeros_like(nll), np.ones_like(nll))
+    weights, other_normalizer = _softmax_parts(other)
+    # Σ p (log p − log q), with the logits' difference taken first: equal models are exactly 0 apart, others right to 1e-6.
+    weighted = (weights * (other - model)).sum(1, dtype=np.float64) / weights.sum(1, dtype=np.float64)
+    kl = weighted - (other_normalizer - normalizer)
+    same_top = (model.argmax(1) == other.argmax(1)).astype(np.float64)
+    return _Scores(nll, other_normalizer - other[places, targets], kl, same_top)
+
+
+def _softmax_parts(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(exp(logits − their maximum) [n, V], log Σ exp(logits) [n] in float64)."""
+    largest = logits.max(1)
+    if not np.isfinite(largest).all():
+        raise LlmctlError("the model computed logits that are not numbers: its weights are broken, or overflow in this dtype")
+    weights = np.exp(logits - largest[:, None])
+    return weights, largest + np.log(weights.sum(1, dtype=np.float64))
+
+
+def _summary(num_chunks: int, context_length: int, parts: list[_Scores], compared: bool) -> Evaluation:
+    nll, other_nll, kl, same_top = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("nll", "other_nll", "kl", "same_top")
+    )
+    comparison = Comparison(
+        perplexity=Estimate.mean(other_nll).exp(),
+        perplexity_ratio=Estimate.mean(nll - other_nll).exp(),
+        kl=Estimate.mean(kl),
+        kl_median=float(np.median(kl)),
+        kl_99=float(np.quantile(kl, 0.99)),
+        kl_max=float(kl.max()),
+        same_top=Estimate.mean(same_top),
+    )
+    perplexity = Estimate.mean(nll).exp()
+    return Evaluation(num_chunks, context_length, len(nll), perplexity, comparison if compared else None)
