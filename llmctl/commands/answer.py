@@ -79,9 +79,10 @@ def load_weights(opened: OpenedModel, threads: int | None) -> tuple[LoadedModel,
 def describe_model(name: str, model: LoadedModel) -> list[str]:
     """What answers, for --verbose."""
     ops = model.ops
+    activations = f", {model.activations} activations" if model.activations else ""
     return [
         f"model: {name} ({model.config.family}, {model.checkpoint.total_elements / 1e6:.1f} M parameters)",
-        f"backend: {ops.name} on {ops.device}, {ops.threads} threads, {ops.dtype}, {model.kv_type} cache",
+        f"backend: {ops.name} on {ops.device}, {ops.threads} threads, {ops.dtype}{activations}, {model.kv_type} cache",
         f"context: {model.context_length} tokens",
     ]
 

@@ -11,6 +11,8 @@ import typer
 from llmctl.commands import console
 from llmctl.commands.number_list import SYNTAX, number_list
 from llmctl.commands.options import (
+    THREADS_DEFAULT,
+    ActivationsOption,
     BackendOption,
     DeviceOption,
     DtypeOption,
@@ -67,7 +69,7 @@ def bench(
         list[str] | None, typer.Option("--repetitions", "-r", help=f"Runs of every test: {SYNTAX}.", show_default="5")
     ] = None,
     threads: Annotated[
-        list[str] | None, typer.Option("--threads", "-t", help=f"CPU threads: {SYNTAX}.", show_default="all cores")
+        list[str] | None, typer.Option("--threads", "-t", help=f"CPU threads: {SYNTAX}.", show_default=THREADS_DEFAULT)
     ] = None,
     warm_up: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run every test once before it is timed.")] = True,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the token ids.")] = 0,
@@ -75,7 +77,8 @@ def bench(
         Output | None,
         typer.Option("--output", "-o", help="Form of the result; json is llama-bench's array.", show_default="md"),
     ] = None,
-    kv_type: KvTypeOption = "f32",
+    kv_type: KvTypeOption = None,
+    activations: ActivationsOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     backend: BackendOption = "reference",
@@ -88,6 +91,7 @@ def bench(
     with 512 tokens in the cache. Mean and standard deviation are those of the repetitions, in tokens per second.
     """
     from llmctl.commands.bench_output import make_printer
+    from llmctl.kernels.backend import choose_compute
 
     if json and output is not None:
         raise UsageError(f"--json and -o {output} were both given: choose one")
@@ -97,7 +101,8 @@ def bench(
     thread_counts: list[int | None] = [*number_list(threads or [], "-t", minimum=1)] or [None]
     if not tests:
         raise UsageError("there is nothing to measure: -p and -n are 0 and there is no -pg")
-    loading = {"backend": backend, "device": device, "dtype": dtype, "kv_type": kv_type}
+    loading = {"backend": backend, "device": device, "dtype": dtype, "kv_type": kv_type, "activations": activations}
+    choose_compute(**loading)  # what it refuses is refused before any model is looked for
     opened = [(name, _open(name, tests, loading)) for name in models or [None]]
     printer = make_printer("document" if json else output or "md")
     for name, model in opened:
@@ -192,6 +197,7 @@ def _row(model: LoadedModel, result: BenchResult) -> dict[str, Any]:
         "type_v": model.kv_type,
         "devices": ops.device,
         "dtype": ops.dtype,
+        "activations": model.activations,
         "n_prompt": test.n_prompt,
         "n_gen": test.n_gen,
         "n_depth": test.n_depth,

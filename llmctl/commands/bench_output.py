@@ -43,8 +43,12 @@ class Markdown:
 
     def _begin(self, row: Row) -> None:
         """A negative width aligns to the left."""
+        from llmctl.kernels.backend import KV_TYPES
+
         self._columns = [("model", -30), ("size", 10), ("params", 10), ("backend", -10), ("threads", 7)]
-        self._columns += [(name, -8) for name, usual in (("dtype", "float32"), ("type_k", "f32")) if row[name] != usual]
+        usual = {"dtype": "float32", "type_k": KV_TYPES[row["backends"]][0]}
+        self._columns += [(name, -8) for name, value in usual.items() if row[name] != value]
+        self._columns += [("activations", -11)] if row["activations"] == "float" else []
         self._columns += [("devices", -12)] if row["devices"] != "cpu" else []
         self._columns += [("test", 15), ("t/s", 20)]
         console.result("|" + "".join(f" {_pad(name, width)} |" for name, width in self._columns))

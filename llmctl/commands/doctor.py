@@ -31,12 +31,13 @@ def doctor(
 
 def _report(deep: bool) -> dict[str, Any]:
     from llmctl.kernels.backend import capabilities
-    from llmctl.runtime.machine import cpu, memory, nvidia_driver
+    from llmctl.runtime.machine import cpu, default_threads, memory, nvidia_driver
 
     return {
         "llmctl": _version("llmctl"),
         **_system(),
         "cpu": asdict(cpu()),
+        "default_threads": default_threads(),
         "memory_bytes": asdict(memory()),
         "store": _store(),
         "nvidia_driver": nvidia_driver(),
@@ -110,10 +111,10 @@ def _print(report: dict[str, Any]) -> None:
         console.result(f"{name:<{width}}  {value}")
     console.result()
     lines = [
-        (c["op"], c["backend"], "yes" if c["available"] else "no", c["reason"], " ".join(c["formats"]))
+        (c["op"], c["backend"], "yes" if c["available"] else "no", " ".join(c["formats"]))
         for c in report["capabilities"]
     ]
-    console.table(("OP", "BACKEND", "HERE", "BY", "FORMATS"), lines)
+    console.table(("OP", "BACKEND", "HERE", "FORMATS"), lines)
 
 
 def _machine_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -124,13 +125,26 @@ def _machine_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("python", f"{report['python']} ({report['executable']})"),
         ("platform", report["platform"]),
         ("cpu", f"{cpu['model']}, {cpu['usable_cores']} of {cpu['cores']} cores usable"),
+        ("threads", f"{report['default_threads']} unless -t says otherwise ({_describe_cores(cpu)})"),
         ("isa", " ".join(cpu["isa"]) or "none that kernels choose by"),
         ("memory", f"{_size(memory['total'])}, {_size(memory['available'])} available{limit}"),
         ("store", f"{store['folder']}, models: {store['models']}, {_size(store['free_bytes'])} free"),
         ("nvidia", f"driver {report['nvidia_driver']}" if report["nvidia_driver"] else "no driver loaded"),
         ("cuda", _describe_cuda(report["cuda_devices"], report["torch_error"])),
+        *_backend_rows(report["capabilities"]),
         ("packages", ", ".join(f"{name} {version or 'missing'}" for name, version in report["packages"].items())),
     ]
+
+
+def _backend_rows(capabilities: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """What serves each backend here, or why it cannot be used."""
+    found = {c["backend"]: ("" if c["available"] else "no: ") + c["reason"] for c in capabilities}
+    return [(backend, console.one_line(reason)) for backend, reason in found.items()]
+
+
+def _describe_cores(cpu: dict[str, Any]) -> str:
+    quota = "" if cpu["quota"] is None else f", a container's share of {cpu['quota']:g} cores"
+    return f"physical cores: {cpu['physical_cores']}{quota}"
 
 
 def _describe_cuda(devices: list[dict[str, Any]] | None, failure: str | None) -> str:

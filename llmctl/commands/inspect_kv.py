@@ -168,9 +168,10 @@ def _page_tokens() -> int:
 
 
 def _runs_here(kv_type: str) -> bool:
-    from llmctl.kernels.backend import KV_TYPES
+    """Whether a backend that can be used on this machine has such pages."""
+    from llmctl.kernels.backend import capabilities
 
-    return kv_type in KV_TYPES
+    return any(kv_type.upper() in c.formats for c in capabilities() if c.op == "store_kv" and c.available)
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -102,6 +102,7 @@ def _document(session: Session, model: LoadedModel, answer: Answer, load_s: floa
         "device": ops.device,
         "dtype": ops.dtype,
         "kv_type": model.kv_type,
+        "activations": model.activations,
         "threads": ops.threads,
         "context_length": model.context_length,
         "chat_template": session.template is not None,

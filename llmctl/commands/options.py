@@ -12,10 +12,14 @@ import typer
 
 from llmctl.commands import console
 
-Backend = Literal["reference"]
+Backend = Literal["auto", "native", "reference"]
 Device = Literal["cpu", "cuda"]
-KvType = Literal["f32", "f16", "bf16"]
+KvType = Literal["f32", "f16", "bf16", "q8_0"]
+Activations = Literal["int8", "float"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+THREADS_DEFAULT = "OMP_NUM_THREADS, else the physical cores this process may use"
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -54,16 +58,36 @@ VerboseOption = Annotated[
 ]
 ThreadsOption = Annotated[
     int | None,
-    typer.Option("--threads", "-t", min=1, help="CPU threads.", show_default="all cores"),
+    typer.Option("--threads", "-t", min=1, help="CPU threads.", show_default=THREADS_DEFAULT),
 ]
 CtxSizeOption = Annotated[
     int | None,
     typer.Option("--ctx-size", "-c", min=1, help="Context length in tokens.", show_default="the model's own"),
 ]
 DeviceOption = Annotated[Device, typer.Option("--device", help="Where the model runs.")]
-BackendOption = Annotated[Backend, typer.Option("--backend", help="Which implementation of the kernels computes.")]
-DtypeOption = Annotated[Dtype, typer.Option("--dtype", case_sensitive=False, help="Number type of weights and activations.")]
-KvTypeOption = Annotated[KvType, typer.Option("--kv-type", case_sensitive=False, help="Element type of the KV cache.")]
+BackendOption = Annotated[
+    Backend,
+    typer.Option("--backend", help="Which kernels compute: C++ ones or the reference in torch. auto: the first that is there."),
+]
+DtypeOption = Annotated[
+    Dtype,
+    typer.Option("--dtype", case_sensitive=False, help="Number type the reference backend computes in; native: float32 only."),
+]
+KvTypeOption = Annotated[
+    KvType | None,
+    typer.Option(
+        "--kv-type", case_sensitive=False, help="Element type of the KV cache.", show_default="native f16, reference f32"
+    ),
+]
+ActivationsOption = Annotated[
+    Activations | None,
+    typer.Option(
+        "--activations",
+        case_sensitive=False,
+        help="What the native backend multiplies quantized weights with: int8 is fast, float exact.",
+        show_default="int8",
+    ),
+]
 SeedOption = Annotated[
     int | None,
     typer.Option("--seed", min=0, help="Seed of the sampler: same seed, same text.", show_default="random"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from llmctl.commands import console
 from llmctl.commands import run_options as opt
 from llmctl.commands.options import (
+    ActivationsOption,
     BackendOption,
     CtxSizeOption,
     DeviceOption,
@@ -43,7 +44,8 @@ def run(
     seed: SeedOption = None,
     ctx_size: CtxSizeOption = None,
     threads: ThreadsOption = None,
-    kv_type: KvTypeOption = "f32",
+    kv_type: KvTypeOption = None,
+    activations: ActivationsOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     backend: BackendOption = "reference",
@@ -78,7 +80,14 @@ def run(
         raw=no_chat,
         stop=[text_argument(text, "--stop") for text in stop or []],
         sampling={name: value for name, value in sampling.items() if value is not None},
-        loading={"backend": backend, "device": device, "dtype": dtype, "kv_type": kv_type, "ctx_size": ctx_size},
+        loading={
+            "backend": backend,
+            "device": device,
+            "dtype": dtype,
+            "kv_type": kv_type,
+            "activations": activations,
+            "ctx_size": ctx_size,
+        },
         threads=threads,
         json=json,
     )
@@ -132,9 +141,11 @@ def _template(path: Path | None) -> str | None:
 
 def _check(request: Request) -> None:
     """Refuse what can be refused before any model is looked for. Errors: UsageError."""
+    from llmctl.kernels.backend import choose_compute
     from llmctl.runtime.sampling.params import SamplingParams
 
     SamplingParams(**request.sampling)
+    choose_compute(**{name: value for name, value in request.loading.items() if name != "ctx_size"})
     if "" in request.stop:
         raise UsageError("--stop needs some text, found an empty one")
     if request.raw and request.template:

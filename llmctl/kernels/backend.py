@@ -1,4 +1,4 @@
-"""Which implementation serves: backends by name, and what each can do on this machine."""
+"""Which implementation serves: backends by name, what each can be asked for, and what it can do on this machine."""
 
 from __future__ import annotations
 
@@ -8,15 +8,33 @@ from importlib.util import find_spec
 
 from llmctl.errors import UsageError
 from llmctl.kernels.formats.spec import FORMATS
+from llmctl.kernels.native import why_missing
 from llmctl.kernels.ops import Ops
 
-BACKENDS = ("reference",)
+BACKENDS = ("native", "reference")
+AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
-KV_TYPES = ("f32", "f16", "bf16")
+ACTIVATIONS = ("int8", "float")
+KV_TYPES = {"native": ("f16", "f32", "bf16", "q8_0"), "reference": ("f32", "f16", "bf16")}
+"""What a backend can keep its KV cache in, the one it chooses itself first."""
 MOST_THREADS = max(256, os.cpu_count() or 1)
 """A thread pool that cannot be made ends the process: OpenMP aborts, with no error to catch."""
 _WEIGHT_OPS = ("linear", "embedding")
-_PLAIN_OPS = ("rms_norm", "rotary", "gated_activation", "store_kv", "attention")
+_PLAIN_OPS = ("rms_norm", "rotary", "gated_activation")
+_CACHE_OPS = ("store_kv", "attention")
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How a model is computed, nothing left open. activations: None where the backend has no such choice. fallback: why the
+    native backend, which auto would have chosen, cannot be had."""
+
+    backend: str
+    device: str
+    dtype: str
+    kv_type: str
+    activations: str | None = None
+    fallback: str | None = None
 
 
 @dataclass(frozen=True)
@@ -30,24 +48,84 @@ class Capability:
     reason: str
 
 
-def make_ops(backend: str, device: str = "cpu", dtype: str = "float32", threads: int | None = None) -> Ops:
-    """The op-set of a backend. UsageError for an unknown name or dtype or too many threads, UnsupportedError if the device is
-    not there."""
-    if backend not in BACKENDS:
-        raise UsageError(f"unknown backend {backend!r}; this build has: {', '.join(BACKENDS)}")
+def choose_compute(
+    backend: str = AUTO,
+    device: str = "cpu",
+    dtype: str = "float32",
+    kv_type: str | None = None,
+    activations: str | None = None,
+) -> Compute:
+    """Settle what was left open. "auto": the native backend on a CPU; where it cannot be had, or on another device, the
+    reference.
+
+    Errors: UsageError for what a backend does not have, or a backend that is not there.
+    """
+    if backend not in (AUTO, *BACKENDS):
+        raise UsageError(f"unknown backend {backend!r}; expected {AUTO} or one of {', '.join(BACKENDS)}")
     if dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
-    if threads is not None and not 1 <= threads <= MOST_THREADS:
+    chosen, fallback = _choose_backend(backend, device)
+    kv_types = KV_TYPES[chosen]
+    if kv_type is not None and kv_type not in kv_types:
+        raise UsageError(f"the {chosen} backend keeps its KV cache in {', '.join(kv_types)}, not in {kv_type!r}")
+    kv_type = kv_type or kv_types[0]
+    if chosen == "native":
+        return Compute(chosen, device, _native_dtype(dtype), kv_type, _native_activations(activations))
+    if activations is not None:
+        raise UsageError(f"--activations {activations}: the {chosen} backend has no such choice, only native has")
+    return Compute(chosen, device, dtype, kv_type, fallback=fallback)
+
+
+def _choose_backend(backend: str, device: str) -> tuple[str, str | None]:
+    """One of BACKENDS that can be used on the device, and why it is not the native one where that was wanted."""
+    if backend == "reference" or (backend == AUTO and device != "cpu"):
+        return "reference", None
+    if device != "cpu":
+        raise UsageError(f"the native backend computes on the CPU, not on {device}: --backend reference does")
+    missing = why_missing()
+    if backend == "native" and missing is not None:
+        raise UsageError(f"--backend native: {missing}")
+    return "native" if missing is None else "reference", missing
+
+
+def _native_dtype(dtype: str) -> str:
+    if dtype != "float32":
+        raise UsageError(f"the native backend computes in float32: --dtype {dtype} needs --backend reference")
+    return dtype
+
+
+def _native_activations(activations: str | None) -> str:
+    if activations not in (None, *ACTIVATIONS):
+        raise UsageError(f"unknown activations {activations!r}; expected one of {', '.join(ACTIVATIONS)}")
+    return activations or ACTIVATIONS[0]
+
+
+def make_ops(compute: Compute, threads: int) -> Ops:
+    """The op-set of a backend. UsageError for too many threads, UnsupportedError if the device is not there."""
+    if not 1 <= threads <= MOST_THREADS:
         raise UsageError(f"the number of threads must be 1 to {MOST_THREADS} on this machine, found {threads}")
+    if compute.backend == "native":
+        from llmctl.kernels._native import NativeOps
+
+        return NativeOps(threads, compute.activations)
     from llmctl.kernels._reference import ReferenceOps
 
-    return ReferenceOps(device, dtype, threads)
+    return ReferenceOps(compute.device, compute.dtype, threads)
 
 
 def capabilities() -> list[Capability]:
     """Op × backend × format, without importing torch."""
-    available = find_spec("torch") is not None
-    reason = "torch on CPU or CUDA" if available else "torch is not installed"
+    missing = why_missing()
+    torch = find_spec("torch") is not None
+    return [
+        *_table("native", ("F32",), missing is None, missing or "C++ on the CPU"),
+        *_table("reference", ("F32", "F16", "BF16"), torch, "torch on CPU or CUDA" if torch else "torch is not installed"),
+    ]
+
+
+def _table(backend: str, numbers: tuple[str, ...], available: bool, reason: str) -> list[Capability]:
+    """The rows of one backend. numbers: what it computes in."""
     weights = tuple(name for name, f in FORMATS.items() if not (f.is_plain and name.startswith("I")))
-    formats = {**dict.fromkeys(_WEIGHT_OPS, weights), **dict.fromkeys(_PLAIN_OPS, ("F32", "F16", "BF16"))}
-    return [Capability(op, "reference", names, available, reason) for op, names in formats.items()]
+    pages = tuple(name.upper() for name in KV_TYPES[backend])
+    formats = dict.fromkeys(_WEIGHT_OPS, weights) | dict.fromkeys(_PLAIN_OPS, numbers) | dict.fromkeys(_CACHE_OPS, pages)
+    return [Capability(op, backend, names, available, reason) for op, names in formats.items()]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmctl.errors import FormatError, LlmctlError, ModelNotFoundError, OutOfMemoryError, UsageError
-from llmctl.kernels.backend import KV_TYPES, make_ops
+from llmctl.kernels.backend import Compute, choose_compute, make_ops
 from llmctl.kernels.ops import Ops
 from llmctl.runtime.cache.memory import bytes_per_token
 from llmctl.runtime.checkpoint import open_checkpoint
@@ -17,7 +17,7 @@ from llmctl.runtime.checkpoint.checkpoint import Checkpoint
 from llmctl.runtime.checkpoint.files import read_json_object
 from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
 from llmctl.runtime.checkpoint.text import quoted
-from llmctl.runtime.machine import memory
+from llmctl.runtime.machine import default_threads, memory
 from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.decoder import Decoder
 from llmctl.runtime.models.hf_config import token_ids
@@ -28,6 +28,7 @@ from llmctl.runtime.tokenizer import Tokenizer, load_tokenizer
 _log = logging.getLogger(__name__)
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_PACKED_SHARE = 1.15  # bytes of the native backend's prepared weights for a byte of the checkpoint, at most
 _CACHE_SHARE = 0.5  # of the memory left after the weights: the rest is for activations and everything else
 
 
@@ -46,6 +47,7 @@ class LoadedModel:
     checkpoint: Checkpoint
     tokenizer: Tokenizer | None
     kv_type: str
+    activations: str | None
     context_length: int
     max_cache_tokens: int
     eos_token_ids: frozenset[int]
@@ -62,10 +64,7 @@ class OpenedModel:
 
     weights: ModelWeights
     tokenizer: Tokenizer | None
-    backend: str
-    device: str
-    dtype: str
-    kv_type: str
+    compute: Compute
     context_length: int
     max_cache_tokens: int
 
@@ -86,8 +85,9 @@ class OpenedModel:
         return min(rows, self.tokenizer.num_used_tokens) if self.tokenizer else rows
 
     def load(self, *, threads: int | None = None, progress: Callable[[int, int], None] | None = None) -> LoadedModel:
-        """Prepare the weights for the backend. progress: called with (done, total) layers."""
-        ops = make_ops(self.backend, self.device, self.dtype, threads)
+        """Prepare the weights for the backend. threads: None for as many as `default_threads` says. progress: called with
+        (done, total) layers."""
+        ops = make_ops(self.compute, default_threads() if threads is None else threads)
         decoder = Decoder(ops, self.weights, progress)
         _name_unneeded(self.weights)
         return LoadedModel(
@@ -96,7 +96,8 @@ class OpenedModel:
             ops=ops,
             checkpoint=self.checkpoint,
             tokenizer=self.tokenizer,
-            kv_type=self.kv_type,
+            kv_type=self.compute.kv_type,
+            activations=self.compute.activations,
             context_length=self.context_length,
             max_cache_tokens=self.max_cache_tokens,
             eos_token_ids=_end_tokens(self.weights, self.tokenizer),
@@ -110,37 +111,34 @@ def open_model(
     backend: str = "reference",
     device: str = "cpu",
     dtype: str = "float32",
-    kv_type: str = "f32",
+    kv_type: str | None = None,
+    activations: str | None = None,
     ctx_size: int | None = None,
 ) -> OpenedModel:
     """Open a checkpoint (GGUF file, Hugging Face folder) for one backend.
 
-    ctx_size: tokens of context, None for what the model was trained with as far as memory allows. Raises FormatError,
-    UnsupportedError, UsageError and OutOfMemoryError.
+    backend … activations: as `choose_compute`. ctx_size: tokens of context, None for what the model was trained with as far as
+    memory allows. Raises FormatError, UnsupportedError, UsageError and OutOfMemoryError.
     """
-    if kv_type not in KV_TYPES:
-        raise UsageError(f"the {backend} backend keeps its KV cache in {', '.join(KV_TYPES)}, not in {kv_type!r}")
+    compute = choose_compute(backend, device, dtype, kv_type, activations)
+    if compute.fallback:
+        _log.warning("the slow reference backend computes, since %s", compute.fallback)
     weights = ModelWeights(open_checkpoint(path))
     tokenizer = _tokenizer(weights)
-    available = _available_bytes(weights, device, dtype)
-    context_length, max_cache_tokens = _context(weights.config, kv_type, ctx_size, available)
-    return OpenedModel(weights, tokenizer, backend, device, dtype, kv_type, context_length, max_cache_tokens)
+    available = _available_bytes(weights, compute)
+    context_length, max_cache_tokens = _context(weights.config, compute.kv_type, ctx_size, available)
+    return OpenedModel(weights, tokenizer, compute, context_length, max_cache_tokens)
 
 
 def load_model(
     path: Path,
     *,
-    backend: str = "reference",
-    device: str = "cpu",
-    dtype: str = "float32",
-    kv_type: str = "f32",
-    ctx_size: int | None = None,
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    **choices: Any,
 ) -> LoadedModel:
-    """`open_model` and `OpenedModel.load` in one."""
-    opened = open_model(path, backend=backend, device=device, dtype=dtype, kv_type=kv_type, ctx_size=ctx_size)
-    return opened.load(threads=threads, progress=progress)
+    """`open_model`, with these choices, and `OpenedModel.load` in one."""
+    return open_model(path, **choices).load(threads=threads, progress=progress)
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -224,20 +222,21 @@ def _end_tokens(weights: ModelWeights, tokenizer: Tokenizer | None) -> frozenset
     return frozenset({*weights.config.eos_token_ids, *listed, *(tokenizer.eos_token_ids if tokenizer else ())})
 
 
-def _available_bytes(weights: ModelWeights, device: str, dtype: str) -> int | None:
-    """Memory left once the weights are unfolded to `dtype` (None: unknown); OutOfMemoryError if they do not fit."""
+def _available_bytes(weights: ModelWeights, compute: Compute) -> int | None:
+    """Memory left once the weights are prepared for the backend (None: unknown); OutOfMemoryError if they do not fit."""
     machine = memory()
-    if device != "cpu" or machine.available is None:
+    if compute.device != "cpu" or machine.available is None:
         return None
     available = min(machine.available, machine.limit or machine.available)
     checkpoint = weights.checkpoint
-    elements = checkpoint.total_elements
-    needed = elements * _DTYPE_BYTES.get(dtype, 4)
+    if compute.backend == "native":
+        needed, form, smaller = int(checkpoint.total_bytes * _PACKED_SHARE), "as the native kernels read them", ""
+    else:
+        needed, form = checkpoint.total_elements * _DTYPE_BYTES[compute.dtype], f"in {compute.dtype}"
+        smaller = "; --dtype bfloat16 halves that" if compute.dtype == "float32" else ""
     if needed > available:
-        smaller = "" if dtype != "float32" else "; --dtype bfloat16 halves that"
         raise OutOfMemoryError(
-            f"{checkpoint.path}: {needed / 1e9:.1f} GB of weights in {dtype}, "
-            f"{available / 1e9:.1f} GB of memory free{smaller}"
+            f"{checkpoint.path}: {needed / 1e9:.1f} GB of weights {form}, {available / 1e9:.1f} GB of memory free{smaller}"
         )
     return available - needed
 
@@ -250,7 +249,9 @@ def _context(config: ModelConfig, kv_type: str, ctx_size: int | None, available:
     trained = config.max_position_embeddings
     stretches = any(layer.rope and layer.rope.kind == "dynamic" for layer in config.layers)
     per_token = bytes_per_token(config.kv_layers(), kv_type)
-    assert per_token, "the reference cache types fit every head size"
+    if per_token is None:
+        sizes = ", ".join(map(str, sorted({layer.head_dim for layer in config.kv_layers()})))
+        raise UsageError(f"--kv-type {kv_type} keeps whole blocks, which heads of {sizes} numbers do not fill: take another")
     fitting = int(available * _CACHE_SHARE / per_token) if available is not None else trained
     if ctx_size is None:
         return max(1, min(trained, fitting)), max(fitting, 1)

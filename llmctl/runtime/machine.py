@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import re
@@ -20,11 +21,13 @@ _NO_LIMIT = 1 << 60  # what cgroup v1 states where there is none is about 2^63
 
 @dataclass(frozen=True)
 class Cpu:
-    """Model name, usable logical cores (affinity respected), all logical cores, and the instruction sets that kernels
-    choose by, as Linux names them."""
+    """Model name, usable logical cores (affinity respected), the physical ones among them, the cores' worth of time that a
+    container may use (None: all), all logical cores, and the instruction sets that kernels choose by, as Linux names them."""
 
     model: str
     usable_cores: int
+    physical_cores: int
+    quota: float | None
     cores: int
     isa: tuple[str, ...]
 
@@ -45,9 +48,21 @@ def cpu() -> Cpu:
         set(_field(info, "flags|Features").split()) if info else set(_sysctl("machdep.cpu.features").lower().split())
     )
     name = _field(info, "model name|Model") or _sysctl("machdep.cpu.brand_string") or platform.processor()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = _usable_cores()
     isa = tuple(flag for flag in _ISA_FLAGS if flag in flags)
-    return Cpu(name or platform.machine(), usable, os.cpu_count() or usable, isa)
+    cores = os.cpu_count() or len(usable)
+    return Cpu(name or platform.machine(), len(usable), _physical_cores(usable), _cpu_quota(), cores, isa)
+
+
+def default_threads() -> int:
+    """Threads for computing: OMP_NUM_THREADS, else a thread for every physical core that this process may use, but no more
+    than the container's share of time feeds."""
+    stated = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if stated.isascii() and stated.isdigit() and int(stated):
+        return int(stated)
+    quota = _cpu_quota()
+    cores = _physical_cores(_usable_cores())
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
 def memory() -> Memory:
@@ -73,17 +88,49 @@ def nvidia_driver() -> str | None:
     return found[1] if found else None
 
 
+def _usable_cores() -> set[int]:
+    """Logical cores this process may run on; on systems without affinity, all."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _physical_cores(logical: set[int]) -> int:
+    """How many cores these logical ones belong to; the fast ones of a Mac."""
+    if fast := _sysctl("hw.perflevel0.physicalcpu") or _sysctl("hw.physicalcpu"):
+        return int(fast)
+    topology = "/sys/devices/system/cpu/cpu{}/topology/{}_list"
+    siblings = {
+        _read(topology.format(core, "core_cpus")) or _read(topology.format(core, "thread_siblings")) or str(core)
+        for core in logical
+    }
+    return len(siblings)
+
+
 def _cgroup_limit() -> int | None:
     """The smallest memory limit of this process's control group, version 2 or 1."""
-    limits = []
-    for line in _read("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            limits += [_read(f"/sys/fs/cgroup{base}/memory.max") for base in ("", path)]
-        elif "memory" in controllers.split(","):
-            limits += [_read(f"/sys/fs/cgroup/memory{base}/memory.limit_in_bytes") for base in ("", path)]
+    limits = [_read(f"{folder}/memory.max") for folder in _cgroup_folders("")]
+    limits += [_read(f"{folder}/memory.limit_in_bytes") for folder in _cgroup_folders("memory")]
     numbers = [int(limit) for limit in limits if limit.strip().isdigit()]
     return min((number for number in numbers if number < _NO_LIMIT), default=None)
+
+
+def _cpu_quota() -> float | None:
+    """The fewest cores' worth of time that this process's control group and those above it grant."""
+    limits = [_read(f"{folder}/cpu.max").split() for folder in _cgroup_folders("")]
+    for folder in _cgroup_folders("cpu"):
+        limits.append([_read(f"{folder}/cpu.cfs_{name}_us").strip() for name in ("quota", "period")])
+    shares = [int(limit[0]) / int(limit[1]) for limit in limits if len(limit) == 2 and all(map(str.isdigit, limit))]
+    return min((share for share in shares if share > 0), default=None)
+
+
+def _cgroup_folders(controller: str) -> list[str]:
+    """The folders of this process's control group and of those above it; controller "": those of version 2."""
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            parts = [part for part in path.split("/") if part]
+            root = f"/sys/fs/cgroup/{controller}".rstrip("/")
+            return ["/".join([root, *parts[:length]]) for length in range(len(parts) + 1)]
+    return []
 
 
 def _read(path: str) -> str:

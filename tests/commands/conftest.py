@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -164,3 +165,19 @@ def call(capsys, monkeypatch) -> Callable[..., Done]:
     yield run
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def broken_extension(tmp_path: Path) -> dict[str, str]:
+    """An environment in which the native extension cannot be loaded."""
+    fault = "the fault of the test"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Broken:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'llmctl.kernels.native._native':\n"
+        f"            raise ImportError({fault!r})\n"
+        "sys.meta_path.insert(0, Broken())\n"
+    )
+    return {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])}

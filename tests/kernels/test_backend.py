@@ -2,27 +2,75 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from llmctl.errors import UsageError
-from llmctl.kernels.backend import MOST_THREADS, capabilities, make_ops
+from llmctl.kernels import backend, native
+from llmctl.kernels.backend import MOST_THREADS, Compute, capabilities, choose_compute, make_ops
 from llmctl.kernels.formats.spec import FORMATS
 
 
-def test_unknown_backend_and_dtype_are_usage_errors_that_list_the_known() -> None:
-    with pytest.raises(UsageError, match=r"'vulkan'.*reference"):
-        make_ops("vulkan")
-    with pytest.raises(UsageError, match=r"'int3'.*float32"):
-        make_ops("reference", dtype="int3")
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Sets whether the native extension can be used: None, or why not."""
+    return lambda missing: monkeypatch.setattr(backend, "why_missing", lambda: missing)
+
+
+Here = Callable[["str | None"], None]
+
+
+def test_auto_is_the_native_backend_on_a_cpu(here: Here) -> None:
+    here(None)
+    assert choose_compute() == Compute("native", "cpu", "float32", "f16", "int8")
+    assert choose_compute(kv_type="q8_0", activations="float") == Compute("native", "cpu", "float32", "q8_0", "float")
+
+
+def test_auto_falls_back_with_the_reason_and_native_does_not(here: Here) -> None:
+    here("no compiler")
+    assert choose_compute() == Compute("reference", "cpu", "float32", "f32", None, fallback="no compiler")
+    assert choose_compute("reference").fallback is None
+    with pytest.raises(UsageError, match="--backend native: no compiler"):
+        choose_compute("native")
+
+
+@pytest.mark.parametrize("missing", [None, "no compiler"])
+def test_another_device_means_the_reference_whatever_is_missing(here: Here, missing: str | None) -> None:
+    here(missing)
+    assert choose_compute(device="cuda", dtype="bfloat16") == Compute("reference", "cuda", "bfloat16", "f32")
+    with pytest.raises(UsageError, match="not on cuda"):
+        choose_compute("native", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"backend": "vulkan"}, "'vulkan'.*auto.*native, reference"),
+        ({"dtype": "int3"}, "'int3'.*float32"),
+        ({"dtype": "bfloat16"}, "float32: --dtype bfloat16 needs --backend reference"),
+        ({"kv_type": "q4_0"}, "native.*f16, f32, bf16, q8_0.*'q4_0'"),
+        ({"kv_type": "q8_0", "backend": "reference"}, "reference.*f32, f16, bf16.*'q8_0'"),
+        ({"activations": "int4"}, "'int4'.*int8, float"),
+        ({"activations": "int8", "backend": "reference"}, "--activations int8.*only native"),
+        ({"activations": "float", "device": "cuda"}, "--activations float.*only native"),
+    ],
+)
+def test_what_a_backend_does_not_have_is_a_usage_error(here: Here, choices: dict[str, str], words: str) -> None:
+    here(None)
+    with pytest.raises(UsageError, match=words):
+        choose_compute(**choices)
 
 
 @pytest.mark.parametrize("threads", [0, MOST_THREADS + 1, 10**30])
 def test_a_number_of_threads_that_no_pool_can_have_is_refused(threads: int) -> None:
     with pytest.raises(UsageError, match=f"1 to {MOST_THREADS} on this machine, found {threads}"):
-        make_ops("reference", threads=threads)
+        make_ops(choose_compute("reference"), threads)
 
 
 def test_capabilities_name_every_op_of_the_op_set_that_has_a_folder() -> None:
@@ -31,8 +79,41 @@ def test_capabilities_name_every_op_of_the_op_set_that_has_a_folder() -> None:
 
 
 def test_linear_serves_every_weight_format() -> None:
-    linear = next(c for c in capabilities() if c.op == "linear")
-    assert set(linear.formats) == {name for name in FORMATS if name not in ("I8", "I16", "I32", "I64")}
+    for linear in (c for c in capabilities() if c.op == "linear"):
+        assert set(linear.formats) == {name for name in FORMATS if name not in ("I8", "I16", "I32", "I64")}
+
+
+def test_what_is_missing_is_said_of_every_op(here: Here) -> None:
+    here("no compiler")
+    native = [(c.available, c.reason) for c in capabilities() if c.backend == "native"]
+    assert native == [(False, "no compiler")] * 7
+
+
+def fake_installation(folder: Path, *names: str) -> Path:
+    """A copy of the native package without its extension, with these files beside it."""
+    shutil.copy(Path(native.__file__), folder)
+    for name in names:
+        (folder / name).write_text("none of c++, g++ is on PATH\n" if name.endswith("txt") else "not an extension")
+    return folder
+
+
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ((), "not built: install llmctl again"),
+        (("_not_built.txt",), "not built: none of c++, g++ is on PATH"),
+        (("_native.cpython-27.so",), f"another Python (_native.cpython-27.so, this one needs {SUFFIX})"),
+        ((f"_native{SUFFIX}",), "cannot be loaded: import of llmctl.kernels.native._native halted"),
+    ],
+)
+def test_why_the_extension_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple, words: str) -> None:
+    monkeypatch.setattr(native, "_FOLDER", fake_installation(tmp_path, *names))
+    monkeypatch.setitem(sys.modules, "llmctl.kernels.native._native", None)  # makes its import fail
+    monkeypatch.delattr(native, "_native", raising=False)
+    assert words in str(native.why_missing())
 
 
 def test_asking_for_capabilities_does_not_import_torch() -> None:

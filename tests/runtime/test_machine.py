@@ -45,6 +45,54 @@ def test_the_memory_limit_of_a_container(
     assert machine.memory() == machine.Memory(4096, 3072, limit)
 
 
+@pytest.mark.parametrize(
+    ("files", "quota", "threads"),
+    [
+        ({}, None, 4),
+        ({"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": "max 100000\n"}, None, 4),
+        ({"/proc/self/cgroup": "0::/a/b\n", "/sys/fs/cgroup/a/cpu.max": "150000 100000\n"}, 1.5, 2),
+        ({"/proc/self/cgroup": "0::/a\n", "/sys/fs/cgroup/a/cpu.max": "20000 100000\n"}, 0.2, 1),
+        ({"/proc/self/cgroup": "0::/a\n", "/sys/fs/cgroup/a/cpu.max": "900000 100000\n"}, 9.0, 4),
+        (
+            {
+                "/proc/self/cgroup": "4:cpu,cpuacct:/a\n0::/\n",
+                "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+                "/sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "300000\n",
+                "/sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n",
+            },
+            3.0,
+            3,
+        ),
+    ],
+)
+def test_threads_are_no_more_than_a_container_may_use(
+    monkeypatch: pytest.MonkeyPatch, files: dict[str, str], quota: float | None, threads: int
+) -> None:
+    pretend(monkeypatch, files)
+    monkeypatch.setattr(machine, "_usable_cores", lambda: {0, 1, 2, 3})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert (machine.cpu().quota, machine.default_threads()) == (quota, threads)
+
+
+def test_threads_of_one_core_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = {core: f"{core % 4},{core % 4 + 4}" for core in range(8)}
+    topology = "/sys/devices/system/cpu/cpu{}/topology/core_cpus_list"
+    pretend(monkeypatch, {topology.format(core): pair for core, pair in pairs.items()})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for usable, expected in (({*range(8)}, 4), ({0, 4, 1}, 2), ({6}, 1)):
+        monkeypatch.setattr(machine, "_usable_cores", lambda usable=usable: usable)
+        assert machine.default_threads() == machine.cpu().physical_cores == expected
+
+
+@pytest.mark.parametrize(("stated", "expected"), [("3", 3), ("5,2", 5), ("0", 2), ("", 2), ("many", 2), ("-1", 2)])
+def test_omp_num_threads_is_heeded(monkeypatch: pytest.MonkeyPatch, stated: str, expected: int) -> None:
+    pretend(monkeypatch, {})
+    monkeypatch.setattr(machine, "_usable_cores", lambda: {0, 1})
+    monkeypatch.setenv("OMP_NUM_THREADS", stated)
+    assert machine.default_threads() == expected
+
+
 def test_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n"
     pretend(monkeypatch, {"/proc/driver/nvidia/version": line})

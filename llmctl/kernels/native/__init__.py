@@ -1,1 +1,33 @@
-"""The native CPU backend: C++ kernels chosen at run time by instruction set. `_native` is the compiled extension."""
+"""The native CPU backend: C++ kernels chosen at run time by instruction set. `_native` is the compiled extension.
+
+An installation may lack it (there was no compiler): ask `why_missing` before importing what needs it.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+
+
+def why_missing() -> str | None:
+    """None where the extension can be used, else the reason in one line. Imports the extension."""
+    try:
+        from llmctl.kernels.native import _native  # noqa: F401 (whether it can be imported is the question)
+    except ImportError as error:
+        return _reason(error)
+    return None
+
+
+def _reason(error: ImportError) -> str:
+    note = _FOLDER / "_not_built.txt"  # hatch_build.py writes it
+    if note.is_file():
+        return f"the native extension is not built: {note.read_text('utf-8').strip()}"
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    if (_FOLDER / f"_native{suffix}").is_file():
+        return f"the native extension cannot be loaded: {error}"
+    others = sorted(path.name for path in _FOLDER.glob("_native.*.so"))
+    if others:
+        return f"the native extension was built for another Python ({others[0]}, this one needs {suffix}): install llmctl again"
+    return "the native extension is not built: install llmctl again where there is a C++ compiler"
