@@ -34,9 +34,12 @@ class DecoderLayer:
         else:
             self.mlp_norm = Norm(ops, config, weights, prefix + "post_attention_layernorm")
 
-    def forward(self, x: Array, batch: BatchDescription, cache: KvCache, tables: RotaryTables) -> Array:
-        """x [T, hidden_size] → the same."""
-        y = self.attention.forward(self.input_norm.forward(x), batch, cache, tables)
+    def forward(
+        self, x: Array, batch: BatchDescription, cache: KvCache, tables: RotaryTables, rows: Array | None = None
+    ) -> Array:
+        """x [T, hidden_size] → the same, or only its `rows`, though every token's keys and values are stored."""
+        y = self.attention.forward(self.input_norm.forward(x), batch, cache, tables, rows)
+        x = x if rows is None else self.ops.take_rows(x, rows)
         x = self._add(x, self.attention_out_norm.forward(y) if self.config.sandwich_norms else y)
         y = self.mlp.forward(self.mlp_norm.forward(x))
         return self._add(x, self.mlp_out_norm.forward(y) if self.config.sandwich_norms else y)
@@ -70,9 +73,11 @@ class Decoder:
         ops, config = self.ops, self.config
         self.tables.prepare(batch)
         x = ops.embedding(batch.token_ids, self.embed_tokens.weight, config.embedding_scale)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x = layer.forward(x, batch, cache, self.tables)
-        return self._logits(self.norm.forward(ops.take_rows(x, rows)))
+        # What follows the last attention is computed for the tokens whose logits are wanted.
+        x = self.layers[-1].forward(x, batch, cache, self.tables, rows)
+        return self._logits(self.norm.forward(x))
 
     def _logits(self, x: Array) -> Array:
         ops, config = self.ops, self.config

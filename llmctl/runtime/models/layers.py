@@ -70,15 +70,18 @@ class Attention:
             self.q_norm = Norm(ops, config, weights, prefix + "q_norm", config.head_dim)
             self.k_norm = Norm(ops, config, weights, prefix + "k_norm", config.head_dim)
 
-    def forward(self, x: Array, batch: BatchDescription, cache: KvCache, tables: RotaryTables) -> Array:
-        """x [T, hidden_size] → the same; this step's keys and values are stored on the way."""
+    def forward(
+        self, x: Array, batch: BatchDescription, cache: KvCache, tables: RotaryTables, rows: Array | None = None
+    ) -> Array:
+        """x [T, hidden_size] → the same, or only its `rows`; this step's keys and values are stored on the way."""
         ops, config = self.ops, self.config
         queries, keys, values = self._project(x, tables)
         pages = cache.layer(self.index)
         ops.store_kv(keys, values, pages, batch.slot_mapping)
         window = self.choices.sliding_window
         y = ops.attention(queries, pages, batch, config.attention_scale, window, config.attention_softcap)
-        return self.o_proj.forward(ops.reshape(y, (-1, config.num_heads * config.head_dim)))
+        y = ops.reshape(y, (-1, config.num_heads * config.head_dim))
+        return self.o_proj.forward(y if rows is None else ops.take_rows(y, rows))
 
     def _project(self, x: Array, tables: RotaryTables) -> tuple[Array, Array, Array]:
         """Queries [T, num_heads, head_dim], keys and values [T, num_kv_heads, head_dim], normed and rotated."""
