@@ -1,0 +1,205 @@
+#!/usr/bin/env python3
+"""Write a GGUF file of the llama family with random weights: any shape and type, to measure speed on.
+
+    python scripts/make_random_model.py OUT.gguf --tokenizer SmolLM2-135M-Instruct.Q4_1.gguf
+    python scripts/make_random_model.py OUT.gguf --tokenizer ANY.gguf --type Q8_0 --layers 4 --hidden 512
+
+The default is a model of one billion parameters in llama.cpp's Q4_K_M mix, 669 MB. The vocabulary, and with it the number of
+embedding rows, is that of the GGUF file given as --tokenizer. Blocks hold random codes under scales that give every matrix
+the gain of a freshly initialized one, so activations stay finite; the text is noise. Memory needed is one tensor.
+Same arguments, same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmctl.errors import LlmctlError, UnsupportedError, UsageError
+from llmctl.kernels.formats.codecs import dequantize_blocks, quantize
+from llmctl.kernels.formats.layouts import LAYOUTS
+from llmctl.kernels.formats.quant_tensor import QuantTensor
+from llmctl.kernels.formats.spec import FORMATS, Format, format_by_name
+from llmctl.runtime.checkpoint import open_checkpoint
+from llmctl.runtime.checkpoint.file_types import FILE_TYPES
+from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
+from llmctl.runtime.checkpoint.gguf_writer import GgufWriter, Typed, ValueType
+
+_PROBE_BLOCKS = 2048
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a llama is made of."""
+
+    hidden: int = 2048
+    layers: int = 16
+    heads: int = 32
+    kv_heads: int = 8
+    intermediate: int = 8192
+    context: int = 8192
+    rope_theta: float = 5e5
+    tied: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of a head."""
+        return self.hidden // self.heads
+
+
+def make_random_model(path: Path, tokenizer: Path, shape: Shape, type: str = "Q4_K_M", seed: int = 0) -> Path:
+    """Write the file and return its path. type: Q4_K_M (llama.cpp's mix) or one format for all matrices.
+
+    Errors: UsageError for a shape that cannot be, UnsupportedError for a type whose blocks cannot be made up.
+    """
+    if shape.hidden % shape.heads or shape.heads % shape.kv_heads:
+        raise UsageError(f"{shape.heads} heads do not divide hidden {shape.hidden}, or {shape.kv_heads} kv heads not them")
+    format_of = _format_chooser(type, shape)
+    with open_checkpoint(tokenizer) as source:
+        if not isinstance(source, GgufCheckpoint):
+            raise UsageError(f"--tokenizer {tokenizer}: expected a GGUF file")
+        vocabulary = {k: v for k, v in source.typed_metadata().items() if k.startswith("tokenizer.")}
+        rows = len(source.metadata["tokenizer.ggml.tokens"])
+        tensors = [(name, size, format_of(name, size)) for name, size in _tensors(shape, rows)]
+        with GgufWriter(path, {**_metadata(path.stem, shape, rows, type), **vocabulary}) as writer:
+            for name, size, form in tensors:
+                writer.declare(name, form, size)
+            for name, size, form in tensors:
+                writer.write(name, random_tensor(form, size, np.random.default_rng([seed, zlib.crc32(name.encode())])))
+    return path
+
+
+def _metadata(name: str, shape: Shape, rows: int, type: str) -> dict[str, Any]:
+    whole = {
+        "block_count": shape.layers,
+        "context_length": shape.context,
+        "embedding_length": shape.hidden,
+        "feed_forward_length": shape.intermediate,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+        "rope.dimension_count": shape.head_dim,
+        "vocab_size": rows,
+    }
+    real = {"rope.freq_base": shape.rope_theta, "attention.layer_norm_rms_epsilon": 1e-5}
+    file_type = next(number for number, known in FILE_TYPES.items() if known == type.upper())
+    return {
+        "general.architecture": "llama",
+        "general.name": name,
+        "general.file_type": Typed(file_type, ValueType.U32),
+        "general.quantization_version": Typed(2, ValueType.U32),
+        **{f"llama.{key}": Typed(value, ValueType.U32) for key, value in whole.items()},
+        **{f"llama.{key}": Typed(value, ValueType.F32) for key, value in real.items()},
+    }
+
+
+def _tensors(shape: Shape, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """GGUF names and torch-order shapes, in the file's order."""
+    hidden, kv = shape.hidden, shape.kv_heads * shape.head_dim
+    yield "token_embd.weight", (rows, hidden)
+    for i in range(shape.layers):
+        yield f"blk.{i}.attn_norm.weight", (hidden,)
+        yield f"blk.{i}.attn_q.weight", (hidden, hidden)
+        yield f"blk.{i}.attn_k.weight", (kv, hidden)
+        yield f"blk.{i}.attn_v.weight", (kv, hidden)
+        yield f"blk.{i}.attn_output.weight", (hidden, hidden)
+        yield f"blk.{i}.ffn_norm.weight", (hidden,)
+        yield f"blk.{i}.ffn_gate.weight", (shape.intermediate, hidden)
+        yield f"blk.{i}.ffn_up.weight", (shape.intermediate, hidden)
+        yield f"blk.{i}.ffn_down.weight", (hidden, shape.intermediate)
+    yield "output_norm.weight", (hidden,)
+    if not shape.tied:
+        yield "output.weight", (rows, hidden)
+
+
+def _format_chooser(type: str, shape: Shape) -> Callable[[str, tuple[int, ...]], Format]:
+    matrices = FORMATS["Q4_K"] if type.upper() == "Q4_K_M" else format_by_name(type)
+    if not matrices.is_plain and "d" not in (LAYOUTS[matrices.name].names or ()):
+        raise UnsupportedError(f"--type {type}: random blocks need one scale a block, which {matrices.name} has not")
+    if type.upper() not in FILE_TYPES.values():
+        raise UnsupportedError(f"--type {type}: GGUF has no such file type")
+
+    def choose(name: str, size: tuple[int, ...]) -> Format:
+        if len(size) == 1:
+            return FORMATS["F32"]
+        return FORMATS["Q6_K"] if type.upper() == "Q4_K_M" and _has_more_bits(name, shape) else matrices
+
+    return choose
+
+
+def _has_more_bits(name: str, shape: Shape) -> bool:
+    """Whether llama.cpp's Q4_K_M gives a matrix Q6_K: the head, and v and down in half of the layers."""
+    if not name.startswith("blk."):
+        return name == ("token_embd.weight" if shape.tied else "output.weight")
+    _, number, matrix, _ = name.split(".")
+    layer, eighth = int(number), shape.layers // 8
+    at_an_end = layer < eighth or layer >= 7 * shape.layers // 8
+    return matrix in ("attn_v", "ffn_down") and (at_an_end or (layer - eighth) % 3 == 2)
+
+
+def random_tensor(form: Format, size: tuple[int, ...], random: np.random.Generator) -> np.ndarray | QuantTensor:
+    """A norm weight near one; a matrix of mean 0 and deviation 1 / √columns."""
+    if len(size) == 1:
+        return (1 + 0.1 * random.standard_normal(size, np.float32)).astype(np.float32)
+    deviation = size[-1] ** -0.5
+    if form.is_plain:
+        return quantize(random.standard_normal(size, np.float32) * np.float32(deviation), form)
+    records = _random_records(form, size[0] * form.row_bytes(size[1]), random)
+    scale, offset = _scales(form)
+    spread = random.uniform(0.5, 1.5, len(records)) * deviation
+    _set_scales(records, spread * scale, spread * offset)
+    return QuantTensor(form, size, records.view(np.uint8).reshape(size[0], -1))
+
+
+def _random_records(form: Format, nbytes: int, random: np.random.Generator) -> np.ndarray:
+    return np.frombuffer(bytearray(random.bytes(nbytes)), LAYOUTS[form.name])
+
+
+def _set_scales(records: np.ndarray, scale: np.ndarray | float, offset: np.ndarray | float) -> None:
+    records["d"] = scale
+    for name in {"m", "dmin"} & set(records.dtype.names or ()):
+        records[name] = offset
+
+
+def _scales(form: Format) -> tuple[float, float]:
+    """(scale, offset) that give random codes mean 0 and deviation 1: a block is scale · x + offset · y."""
+    records = _random_records(form, _PROBE_BLOCKS * form.bytes_per_block, np.random.default_rng(0))
+    parts = []
+    for scale, offset in ((1.0, 0.0), (0.0, 1.0)):
+        _set_scales(records, scale, offset)
+        parts.append(dequantize_blocks(form, records.view(np.uint8)))
+    x, y = parts
+    offset = -float(x.mean() / y.mean()) if y.any() else 0.0
+    deviation = float((x + offset * y).std())
+    return 1 / deviation, offset / deviation
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Make one file from the command line and print its path."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, metavar="OUT.gguf")
+    parser.add_argument("--tokenizer", type=Path, required=True, metavar="FILE.gguf")
+    parser.add_argument("--type", default="Q4_K_M")
+    parser.add_argument("--seed", type=int, default=0)
+    for name in ("hidden", "layers", "heads", "kv_heads", "intermediate", "context"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Shape, name))
+    parser.add_argument("--rope-theta", type=float, default=Shape.rope_theta)
+    parser.add_argument("--untied", dest="tied", action="store_false", help="the head is a matrix of its own")
+    options = vars(parser.parse_args(arguments))
+    path, tokenizer, type, seed = (options.pop(name) for name in ("path", "tokenizer", "type", "seed"))
+    try:
+        print(make_random_model(path, tokenizer, Shape(**options), type, seed))
+    except LlmctlError as error:
+        print(f"make_random_model: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
