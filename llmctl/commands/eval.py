@@ -10,6 +10,8 @@ import typer
 
 from llmctl.commands import console
 from llmctl.commands.options import (
+    Activations,
+    ActivationsOption,
     Backend,
     BackendOption,
     DeviceOption,
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from llmctl.runtime.evaluate import Estimate, Evaluation
     from llmctl.runtime.loading import LoadedModel, OpenedModel
 
-_OTHER = {"show_default": "as MODEL's"}
+_OTHER = {"show_default": "as MODEL's", "case_sensitive": False}
 
 
 def evaluate(
@@ -47,15 +49,17 @@ def evaluate(
         ),
     ] = None,
     against_backend: Annotated[Backend | None, typer.Option("--against-backend", help="Its backend.", **_OTHER)] = None,
-    against_kv_type: Annotated[
-        KvType | None, typer.Option("--against-kv-type", case_sensitive=False, help="Its cache type.", **_OTHER)
+    against_kv_type: Annotated[KvType | None, typer.Option("--against-kv-type", help="Its cache type.", **_OTHER)] = None,
+    against_activations: Annotated[
+        Activations | None, typer.Option("--against-activations", help="Its activations.", **_OTHER)
     ] = None,
     ctx_size: Annotated[
         int, typer.Option("--ctx-size", "--ctx", "-c", min=4, help="Tokens of a chunk; the second half of each counts.")
     ] = 512,
     chunks: Annotated[int | None, typer.Option("--chunks", min=1, help="Most chunks.", show_default="all of the text")] = None,
     threads: ThreadsOption = None,
-    kv_type: KvTypeOption = "f32",
+    kv_type: KvTypeOption = None,
+    activations: ActivationsOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     backend: BackendOption = "reference",
@@ -66,23 +70,34 @@ def evaluate(
 
     Both run side by side and are compared place by place, so no file of logits is needed.
     """
+    from llmctl.kernels.backend import choose_compute
     from llmctl.runtime.evaluate import cut
     from llmctl.runtime.evaluate import evaluate as run
 
     if text is None:
         raise UsageError("there is no text to measure on: --text FILE names one")
+    ours = {"backend": backend, "device": device, "dtype": dtype, "kv_type": kv_type, "activations": activations}
+    theirs = {"backend": against_backend, "kv_type": against_kv_type, "activations": against_activations}
+    theirs = {name: value for name, value in theirs.items() if value is not None}
+    for choices in (ours, _for_other(ours, theirs)):
+        choose_compute(**choices)  # what it refuses is refused before any model is looked for
     content = _read(text)
-    shared = {"device": device, "dtype": dtype, "ctx_size": ctx_size}
-    first = _open(model, {**shared, "backend": backend, "kv_type": kv_type})
+    first = _open(model, {**ours, "ctx_size": ctx_size})
     pieces = cut(first.tokenizer, content, ctx_size, chunks)
-    loaded = _load(first, threads)
-    other = None
-    if against is not None or against_backend is not None or against_kv_type is not None:
-        theirs = {**shared, "backend": against_backend or backend, "kv_type": against_kv_type or kv_type}
-        other = _load(_beside(first, against, theirs, pieces, content), threads)
+    loaded, other = _load(first, threads), None
+    if against is not None or theirs:
+        other = _load(_beside(first, against, {**_for_other(ours, theirs), "ctx_size": ctx_size}, pieces, content), threads)
     with console.progress("Evaluating", len(pieces), unit="chunk") as bar:
         result = run(loaded, pieces, other, bar.update_to)
     _print_json(loaded, other, text, result) if json else _print(other, result)
+
+
+def _for_other(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """How the other model is opened: as this one, but where something else is asked for. What only one backend can do is not
+    carried over to another."""
+    if theirs.get("backend", ours["backend"]) != ours["backend"]:
+        ours = {**ours, "kv_type": None, "activations": None}
+    return {**ours, **theirs}
 
 
 def _read(text: Path) -> str:
@@ -160,5 +175,5 @@ def _print_json(loaded: LoadedModel, other: LoadedModel | None, text: Path, resu
 
 def _facts(model: LoadedModel) -> dict[str, Any]:
     ops = model.ops
-    computed = {"backend": ops.name, "device": ops.device, "dtype": ops.dtype, "kv_type": model.kv_type}
-    return {"path": str(model.checkpoint.path), **computed, "threads": ops.threads}
+    computed = {"backend": ops.name, "device": ops.device, "dtype": ops.dtype, "threads": ops.threads}
+    return {"path": str(model.checkpoint.path), **computed, "kv_type": model.kv_type, "activations": model.activations}

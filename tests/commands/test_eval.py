@@ -105,6 +105,7 @@ def test_the_text_may_come_from_stdin(call, models, text):
         (["--text", "TEXT", "-c", "1000"], "1000 is more than the 128 tokens"),
         (["--text", "TEXT", "-c", "32", "--against", "GEMMA"], "different tokens"),
         (["--text", "TEXT", "-c", "32", "--against", "MUTE"], "no tokenizer"),
+        (["--text", "TEXT", "--backend", "reference", "--against-activations", "float"], "has no such choice"),
     ],
 )
 def test_what_cannot_be_measured(call, models, text, tmp_path, arguments, message):
