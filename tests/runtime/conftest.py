@@ -74,6 +74,7 @@ def stub_model() -> Callable[..., LoadedModel]:
             checkpoint=SimpleNamespace(path=Path("stub")),
             tokenizer=None,
             kv_type="f32",
+            activations=None,
             context_length=context_length,
             max_cache_tokens=max_cache_tokens,
             eos_token_ids=frozenset(eos_token_ids),
