@@ -1,0 +1,315 @@
+"""Native attention, every instruction set of the machine: against the reference over the rounded keys and values, and against
+itself bit for bit however the tokens are divided into calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmctl.kernels._reference import ReferenceOps
+from llmctl.kernels.attention import BatchDescription
+
+native = pytest.importorskip("llmctl.kernels.native._native", reason="the native extension is not built")
+
+PAGE = 16
+TYPES = ["f32", "f16", "bf16", "q8_0"]
+
+
+def has(isa: str) -> bool:
+    """Whether this build and this machine have the instruction set."""
+    try:
+        native.scale(isa, np.ones(1, np.float32), 1.0)
+    except ValueError:
+        return False
+    return True
+
+
+ISAS = [isa for isa in ("generic", "avx2", "avxvnni", "avx512", "neon") if has(isa)]
+every_isa = pytest.mark.parametrize("isa", ISAS)
+
+
+@dataclass
+class Sequences:
+    """Sequences over scattered pages that hold NaN wherever nothing was stored; queries [T, heads, head_dim] of all tokens."""
+
+    isa: str
+    pages: Any
+    tables: list[np.ndarray]
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+    queries: list[np.ndarray]
+    window: int | None = None
+    softcap: float | None = None
+
+    def store(self, sequence: int, first: int, last: int) -> None:
+        """The keys and values of tokens first … last − 1."""
+        tokens = np.arange(first, last)
+        slots = self.tables[sequence][tokens // PAGE] * PAGE + tokens % PAGE
+        native.store_kv(self.isa, self.pages, self.keys[sequence][first:last], self.values[sequence][first:last], slots)
+
+    def attend(self, ranges: list[tuple[int, int]], threads: int = 1) -> np.ndarray:
+        """One call: tokens first … last − 1 of each sequence, after they have been stored."""
+        for sequence, (first, last) in enumerate(ranges):
+            self.store(sequence, first, last)
+        queries = np.concatenate([self.queries[s][first:last] for s, (first, last) in enumerate(ranges)])
+        cu_seqlens = np.cumsum([0, *(last - first for first, last in ranges)]).tolist()
+        contexts = [last for _, last in ranges]
+        scale = queries.shape[-1] ** -0.5
+        window, cap = self.window or 0, self.softcap or 0.0
+        return native.attention(self.isa, self.pages, queries, cu_seqlens, contexts, self.tables, scale, window, cap, threads)
+
+    def in_chunks(self, size: int, threads: int = 1) -> np.ndarray:
+        """The only sequence from its first token to its last, `size` tokens a call."""
+        length = len(self.queries[0])
+        chunks = [(first, min(first + size, length)) for first in range(0, length, size)]
+        return np.concatenate([self.attend([chunk], threads) for chunk in chunks])
+
+    def reference(self, ranges: list[tuple[int, int]]) -> np.ndarray:
+        """What the reference makes of the keys and values that were stored, as they read back."""
+        count = 1 + max(int(table.max()) for table in self.tables)
+        kv_heads, head_dim = self.keys[0].shape[1:]
+        key_pages, value_pages = (np.zeros((count, PAGE, kv_heads, head_dim), np.float32) for _ in range(2))
+        for table, (_, last) in zip(self.tables, ranges, strict=True):
+            slots = table[np.arange(last) // PAGE] * PAGE + np.arange(last) % PAGE
+            stored = native.load_kv(self.isa, self.pages, slots)
+            key_pages.reshape(-1, kv_heads, head_dim)[slots], value_pages.reshape(-1, kv_heads, head_dim)[slots] = stored
+        queries = np.concatenate([self.queries[s][first:last] for s, (first, last) in enumerate(ranges)])
+        pages = torch.from_numpy(key_pages), torch.from_numpy(value_pages)
+        batch = describe(ranges, [torch.from_numpy(table) for table in self.tables])
+        scale = queries.shape[-1] ** -0.5
+        return ReferenceOps().attention(torch.from_numpy(queries), pages, batch, scale, self.window, self.softcap).numpy()
+
+
+def describe(ranges: list[tuple[int, int]], tables: list[torch.Tensor]) -> BatchDescription:
+    """As much of a batch as attention reads."""
+    return BatchDescription(
+        token_ids=None,
+        positions=None,
+        slot_mapping=None,
+        inv_freqs=[],
+        cu_seqlens_q=np.cumsum([0, *(last - first for first, last in ranges)]).tolist(),
+        context_lens=[last for _, last in ranges],
+        block_tables=tables,
+        block_size=PAGE,
+    )
+
+
+def make(
+    isa: str, lengths: list[int], heads: int = 6, kv_heads: int = 2, head_dim: int = 64, type: str = "f32", **options: Any
+) -> Sequences:
+    """Random sequences of `lengths` tokens; nothing stored yet. Scores spread over several units, so that maxima move."""
+    rng = np.random.default_rng(sum(lengths) + heads + head_dim)
+    counts = [-(-length // PAGE) for length in lengths]
+    numbers = rng.permutation(sum(counts) + 3).astype(np.int64)
+    tables = np.split(numbers[: sum(counts)], np.cumsum(counts)[:-1])
+    pages = native.KvPages(len(numbers), kv_heads, head_dim, type)
+    native.fill_pages(pages, 0xFF)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, dtype=np.float32)
+
+    keys, values = ([normal(n, kv_heads, head_dim) for n in lengths] for _ in range(2))
+    queries = [3 * normal(n, heads, head_dim) for n in lengths]
+    return Sequences(isa, pages, tables, keys, values, queries, **options)
+
+
+def assert_close(ours: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(ours, expected, rtol=2e-5, atol=1e-5)
+
+
+@every_isa
+@pytest.mark.parametrize("type", TYPES)
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(64, 2), (80, 1), (24, 3), (256, 1)])
+def test_a_prompt_in_one_call(isa: str, type: str, head_dim: int, kv_heads: int) -> None:
+    sequences = make(isa, [150], 3 * kv_heads, kv_heads, head_dim, type)
+    assert_close(sequences.attend([(0, 150)]), sequences.reference([(0, 150)]))
+
+
+@every_isa
+@pytest.mark.parametrize("head_dim", [8, 16, 40, 72, 96, 112, 128, 192, 512])
+def test_every_head_dim(isa: str, head_dim: int) -> None:
+    for type in ("f16", "q8_0"):
+        sequences = make(isa, [70], 2, 1, head_dim, type)
+        assert_close(sequences.attend([(0, 70)]), sequences.reference([(0, 70)]))
+
+
+@every_isa
+@pytest.mark.parametrize("group", range(1, 10))
+def test_every_size_of_group(isa: str, group: int) -> None:
+    sequences = make(isa, [100], 2 * group, 2, 32)
+    assert_close(sequences.attend([(0, 100)]), sequences.reference([(0, 100)]))
+
+
+@every_isa
+def test_more_heads_on_a_key_than_rows_in_a_block(isa: str) -> None:
+    sequences = make(isa, [20], 200, 1, 16)
+    assert_close(sequences.attend([(0, 20)]), sequences.reference([(0, 20)]))
+
+
+@every_isa
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 511, 512, 513, 1030])
+def test_lengths_around_pages_tiles_and_partitions(isa: str, length: int) -> None:
+    sequences = make(isa, [length], 2, 1, 16, "f16")
+    assert_close(sequences.attend([(0, length)], threads=2), sequences.reference([(0, length)]))
+    last = [(length - 1, length)]
+    assert_close(sequences.attend(last, threads=2), sequences.reference(last))
+
+
+@every_isa
+@pytest.mark.parametrize("window", [1, 2, 17, 64, 100, 512, 600, 2000])
+def test_sliding_windows(isa: str, window: int) -> None:
+    sequences = make(isa, [700], 3, 1, 16, window=window)
+    assert_close(sequences.attend([(0, 700)]), sequences.reference([(0, 700)]))
+    assert_close(sequences.attend([(690, 700)]), sequences.reference([(690, 700)]))
+
+
+@every_isa
+@pytest.mark.parametrize("softcap", [0.7, 5.0, 50.0])
+def test_softcap(isa: str, softcap: float) -> None:
+    sequences = make(isa, [90], 4, 2, 32, softcap=softcap, window=70)
+    assert_close(sequences.attend([(0, 90)]), sequences.reference([(0, 90)]))
+
+
+@every_isa
+@pytest.mark.parametrize("type", TYPES)
+def test_several_sequences_of_different_lengths(isa: str, type: str) -> None:
+    """One decodes, one is verified, one is in the middle of its prompt, one has just begun, one is past a partition."""
+    sequences = make(isa, [200, 65, 300, 1, 600], 6, 2, 64, type)
+    for s, stored in enumerate([199, 60, 170, 0, 597]):
+        sequences.store(s, 0, stored)
+    ranges = [(199, 200), (60, 65), (170, 300), (0, 1), (597, 600)]
+    assert_close(sequences.attend(ranges, threads=2), sequences.reference(ranges))
+
+
+@every_isa
+@pytest.mark.parametrize(
+    ("type", "options"),
+    [("f32", {}), ("f16", {}), ("q8_0", {}), ("f16", {"window": 70}), ("q8_0", {"window": 530}), ("bf16", {"softcap": 5.0})],
+)
+def test_bits_do_not_depend_on_chunks(isa: str, type: str, options: dict[str, Any]) -> None:
+    whole = make(isa, [540], 3, 1, 32, type, **options).in_chunks(540)
+    assert np.isfinite(whole).all()
+    for size in (1, 7, 64, 512):
+        again = make(isa, [540], 3, 1, 32, type, **options).in_chunks(size, threads=1 + size % 2)
+        np.testing.assert_array_equal(again, whole, err_msg=f"chunks of {size}")
+
+
+@every_isa
+def test_bits_of_decoding_beyond_two_partitions(isa: str) -> None:
+    """Long contexts, where decode is divided by partitions and merged, prefill is not."""
+    whole = make(isa, [1100], 4, 2, 16, "f16").in_chunks(1100)
+    again = make(isa, [1100], 4, 2, 16, "f16")
+    again.attend([(0, 1020)])
+    for token in range(1020, 1100):
+        np.testing.assert_array_equal(again.attend([(token, token + 1)], threads=2)[0], whole[token])
+
+
+@every_isa
+def test_bits_do_not_depend_on_company(isa: str) -> None:
+    lengths = [530, 40, 77]
+    together = make(isa, lengths, 6, 2, 32, "f16").attend([(0, n) for n in lengths])
+    apart = make(isa, lengths, 6, 2, 32, "f16")
+    apart.attend([(0, 530), (0, 1), (0, 1)])
+    begin = 0
+    for s, length in enumerate(lengths):
+        ranges = [(i, i) for i in lengths]
+        for token in (0, length // 2, length - 1):
+            apart.store(s, 0, token)
+            ranges[s] = (token, token + 1)
+            np.testing.assert_array_equal(apart.attend(ranges)[0], together[begin + token])
+        begin += length
+
+
+@every_isa
+@pytest.mark.parametrize("lengths", [[700], [1, 1030, 40, 300]])
+def test_bits_do_not_depend_on_threads(isa: str, lengths: list[int]) -> None:
+    ranges = [(0, n) for n in lengths]
+    one = make(isa, lengths, 4, 2, 32, "q8_0").attend(ranges)
+    for threads in (2, 3, 16):
+        again = make(isa, lengths, 4, 2, 32, "q8_0")
+        np.testing.assert_array_equal(again.attend(ranges, threads), one)
+        last = [(n - 1, n) for n in lengths]
+        np.testing.assert_array_equal(again.attend(last, threads), one[np.cumsum(lengths) - 1])
+
+
+@every_isa
+@pytest.mark.parametrize("type", TYPES)
+def test_what_a_query_does_not_see_leaves_no_trace(isa: str, type: str) -> None:
+    """Later keys and values of the same call are NaN: tokens before them keep their bits, later ones show it."""
+    clean, spoilt = make(isa, [130], 6, 2, 64, type), make(isa, [130], 6, 2, 64, type)
+    spoilt.keys[0][100:] = np.nan
+    spoilt.values[0][100:] = np.nan
+    before, after = clean.attend([(0, 130)]), spoilt.attend([(0, 130)])
+    np.testing.assert_array_equal(after[:100], before[:100])
+    if type != "q8_0":  # a block of codes has no NaN
+        assert np.isnan(after[100:]).all()
+
+
+@every_isa
+def test_keys_outside_the_window_leave_no_trace(isa: str) -> None:
+    clean, spoilt = make(isa, [200], 2, 1, 32, window=50), make(isa, [200], 2, 1, 32, window=50)
+    spoilt.keys[0][:100] = np.nan
+    spoilt.values[0][:100] = np.nan
+    np.testing.assert_array_equal(spoilt.attend([(0, 200)])[149:], clean.attend([(0, 200)])[149:])
+
+
+@every_isa
+def test_scores_far_apart(isa: str) -> None:
+    """One key takes all; the others' weights underflow to nothing. Scores near 1000 carry errors of 1e-4 themselves."""
+    sequences = make(isa, [80], 2, 1, 32)
+    sequences.queries[0] *= 100
+    np.testing.assert_allclose(sequences.attend([(0, 80)]), sequences.reference([(0, 80)]), atol=1e-3)
+
+
+@every_isa
+@pytest.mark.parametrize(("type", "dtype"), [("f32", torch.float32), ("f16", torch.float16), ("bf16", torch.bfloat16)])
+def test_what_is_stored_is_rounded_to_nearest_even(isa: str, type: str, dtype: torch.dtype) -> None:
+    pages = native.KvPages(2, 1, 40, type)
+    keys = np.random.default_rng(1).standard_normal((4, 1, 40), dtype=np.float32)
+    keys[0, 0, :8] = [0, 1e-8, -6e-8, 70000, np.inf, np.nan, 1 + 2**-11, 1 + 3 * 2**-9]
+    values = keys[:, :, ::-1].copy()
+    slots = np.array([31, 0, 17, 15])
+    native.store_kv(isa, pages, keys, values, slots)
+    for stored, given in zip(native.load_kv(isa, pages, slots), (keys, values), strict=True):
+        np.testing.assert_array_equal(stored, torch.from_numpy(given).to(dtype).float().numpy())
+
+
+@every_isa
+def test_q8_0_keeps_the_scale_as_f16_and_rounds_codes(isa: str) -> None:
+    pages = native.KvPages(1, 1, 72, "q8_0")
+    keys = np.random.default_rng(2).standard_normal((3, 1, 72), dtype=np.float32)
+    keys[1, 0, 32:64] = 0
+    native.store_kv(isa, pages, keys, 2 * keys, np.array([3, 4, 5]))
+    padded = np.zeros((3, 96), np.float32)
+    padded[:, :72] = keys[:, 0]
+    scale = np.abs(padded.reshape(3, 3, 32)).max(-1, keepdims=True) / np.float32(127)
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
+    codes = np.rint(padded.reshape(3, 3, 32) * inverse)
+    expected = (codes * scale.astype(np.float16).astype(np.float32)).reshape(3, 1, 96)[:, :, :72]
+    stored_keys, stored_values = native.load_kv(isa, pages, np.array([3, 4, 5]))
+    np.testing.assert_array_equal(stored_keys, expected)
+    np.testing.assert_allclose(stored_values, 2 * keys, atol=2 * np.abs(keys).max() / 127 * 0.51)
+
+
+@every_isa
+@pytest.mark.parametrize("type", TYPES)
+def test_slot_minus_one_writes_nothing_and_neighbours_stay(isa: str, type: str) -> None:
+    pages = native.KvPages(2, 2, 24, type)
+    rows = np.random.default_rng(3).standard_normal((32, 2, 24), dtype=np.float32)
+    slots = np.arange(32)
+    native.store_kv(isa, pages, rows, -rows, slots)
+    before = native.load_kv(isa, pages, slots)
+    native.store_kv(isa, pages, 9 * rows[:3], 9 * rows[:3], np.array([-1, 20, -1]))
+    after = native.load_kv(isa, pages, slots)
+    for old, new in zip(before, after, strict=True):
+        changed = np.flatnonzero((old != new).any(axis=(1, 2)))
+        assert changed.tolist() == [20]
+
+
+def test_pages_of_q8_0_are_about_half_of_f16() -> None:
+    sizes = {type: native.KvPages(10, 2, 64, type).nbytes for type in TYPES}
+    assert sizes == {"f32": 10 * 2 * 8192, "f16": 10 * 2 * 4096, "bf16": 10 * 2 * 4096, "q8_0": 10 * 2 * 2176}
