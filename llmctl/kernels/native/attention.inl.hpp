@@ -9,20 +9,25 @@
 
 namespace llmctl::LLMCTL_ISA {
 
-// How many sums an inner loop keeps in registers: 6 rows of 4 vectors where there are 32 registers of 16 lanes, else of 1.
-constexpr int kSumRows = 6;
+// How many vectors of a row an inner loop sums at a time: 4 where there are 32 registers of 16 lanes, else 1.
 #if defined(__AVX512F__)
 constexpr int kSumVectors = 4;
 #else
 constexpr int kSumVectors = 1;
 #endif
 
+// Up to here keys and values are used as they lie in their pages; with more rows a tile is worth being loaded first.
+constexpr int64_t kDirectRows = 16;
+
+// Rows whose scores stay in the first-level cache between their sums.
+constexpr int64_t kRowsAtOnce = 24;
+
 inline int64_t between(int64_t x, int64_t low, int64_t high) { return smaller(larger(x, low), high); }
 
 // c [R][16 V] = factor[row] * c (null: 0) + a [R][count] times b [count][16 V]: one chain of fma per element, k ascending.
-template <int R, int V>
-inline void multiply_block(const float* a, int64_t a_stride, int64_t count, const float* b, int64_t b_stride,
-                           const float* factors, float* c, int64_t c_stride) {
+template <int R, int V, class Rows>
+inline void multiply_block(const float* a, int64_t a_stride, int64_t count, const Rows& b, const float* factors, float* c,
+                           int64_t c_stride) {
   F32 sums[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -34,7 +39,7 @@ inline void multiply_block(const float* a, int64_t a_stride, int64_t count, cons
   for (int64_t k = 0; k < count; ++k) {
     F32 row[V];
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) row[v] = load_f32(b + k * b_stride + 16 * v);
+    for (int v = 0; v < V; ++v) row[v] = b.at(k, v);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       F32 factor = set_f32(a[r * a_stride + k]);
@@ -49,38 +54,31 @@ inline void multiply_block(const float* a, int64_t a_stride, int64_t count, cons
   }
 }
 
-template <int V>
-inline void multiply_columns(int64_t rows, const float* a, int64_t a_stride, int64_t count, const float* b, int64_t b_stride,
-                             const float* factors, float* c, int64_t c_stride) {
-  switch (rows) {
-    case 1: return multiply_block<1, V>(a, a_stride, count, b, b_stride, factors, c, c_stride);
-    case 2: return multiply_block<2, V>(a, a_stride, count, b, b_stride, factors, c, c_stride);
-    case 3: return multiply_block<3, V>(a, a_stride, count, b, b_stride, factors, c, c_stride);
-    case 4: return multiply_block<4, V>(a, a_stride, count, b, b_stride, factors, c, c_stride);
-    case 5: return multiply_block<5, V>(a, a_stride, count, b, b_stride, factors, c, c_stride);
-    case 6: return multiply_block<6, V>(a, a_stride, count, b, b_stride, factors, c, c_stride);
+// The same with `rows` known at run time only, 1 to R.
+template <int R, int V, class Rows>
+inline void multiply_rows(int64_t rows, const float* a, int64_t a_stride, int64_t count, const Rows& b, const float* factors,
+                          float* c, int64_t c_stride) {
+  if constexpr (R > 1) {
+    if (rows < R) return multiply_rows<R - 1, V>(rows, a, a_stride, count, b, factors, c, c_stride);
   }
+  multiply_block<R, V>(a, a_stride, count, b, factors, c, c_stride);
 }
 
-// The same for 1 to 6 rows and any number of vectors, V at a time.
-template <int V = kSumVectors>
-inline void multiply(int64_t rows, int64_t vectors, const float* a, int64_t a_stride, int64_t count, const float* b,
-                     int64_t b_stride, const float* factors, float* c, int64_t c_stride) {
-  for (; vectors >= V; vectors -= V, b += 16 * V, c += 16 * V) {
-    multiply_columns<V>(rows, a, a_stride, count, b, b_stride, factors, c, c_stride);
+// The same for any number of rows and vectors, in blocks of at most Rows::kRows (as even as can be) and V.
+template <int V = kSumVectors, class Rows>
+inline void multiply(int64_t rows, int64_t vectors, const float* a, int64_t a_stride, int64_t count, Rows b,
+                     const float* factors, float* c, int64_t c_stride) {
+  constexpr int R = Rows::kRows;
+  for (; vectors >= V; vectors -= V, b = b.columns(V), c += 16 * V) {
+    for (int64_t first = 0, block; first < rows; first += block) {
+      int64_t left = rows - first;
+      block = left <= R ? left : left < 2 * R ? (left + 1) / 2 : R;
+      multiply_rows<R, V>(block, a + first * a_stride, a_stride, count, b, factors ? factors + first : nullptr,
+                          c + first * c_stride, c_stride);
+    }
   }
   if constexpr (V > 1) {
-    if (vectors) multiply<V / 2>(rows, vectors, a, a_stride, count, b, b_stride, factors, c, c_stride);
-  }
-}
-
-// function(first, rows) over rows first .. last - 1 in blocks of at most 6, as even as can be.
-template <class Function>
-inline void row_blocks(int64_t first, int64_t last, Function function) {
-  for (int64_t left = last - first; left > 0; left = last - first) {
-    int64_t rows = left <= kSumRows ? left : left < 2 * kSumRows ? (left + 1) / 2 : kSumRows;
-    function(first, rows);
-    first += rows;
+    if (vectors) multiply<V / 2>(rows, vectors, a, a_stride, count, b, factors, c, c_stride);
   }
 }
 
@@ -91,7 +89,7 @@ inline F32 finite_or_zero(F32 maximum) { return select_less(set_f32(-INFINITY), 
 struct MergeWeights { F32 maximum, first, second; };
 inline MergeWeights merge_weights(F32 first, F32 second) {
   F32 maximum = max(first, second), base = finite_or_zero(maximum);
-  return {maximum, exp2(sub(first, base)), exp2(sub(second, base))};
+  return {maximum, exp2_negative(sub(first, base)), exp2_negative(sub(second, base))};
 }
 inline F32 merge_lanes(F32 x, F32 first, F32 y, F32 second) { return fma(x, first, mul(y, second)); }
 
@@ -193,6 +191,15 @@ class ItemRun {
     load_tile(start, low(start, first), high(start, last - 1));
     int64_t whole = between(ahead + kKeyTile - 1, first, last);   // tokens that see all of it
     int64_t whole_end = window ? between(ahead + window, whole, last) : last;
+    int64_t step = larger(1, kRowsAtOnce / group_);
+    for (int64_t token = first; token < last; token += step) {
+      int64_t end = smaller(token + step, last);
+      run_rows(start, token, between(whole, token, end), between(whole_end, token, end), end);
+    }
+  }
+
+  // Tokens first .. last - 1 against a tile, of which whole .. whole_end - 1 see all of it.
+  void run_rows(int64_t start, int64_t first, int64_t whole, int64_t whole_end, int64_t last) {
     score(start, first, last);
     mask(start, first, whole);
     mask(start, whole_end, last);
@@ -204,18 +211,36 @@ class ItemRun {
 
   void load_tile(int64_t start, int64_t first_key, int64_t last_key) {
     for (int64_t key = first_key / kPageTokens * kPageTokens; key < last_key; key += kPageTokens) {
-      PageHead head = page_head(call_.pages, sequence_.block_table[(start + key) / kPageTokens], item_.kv_head);
+      PageHead& head = heads_[key / kPageTokens];
+      head = page_head(call_.pages, sequence_.block_table[(start + key) / kPageTokens], item_.kv_head);
+      if (direct()) continue;
       load_keys(shape_, head, keys_ + key);
       load_values(shape_, head, larger(first_key - key, 0), smaller(last_key - key, kPageTokens), key, values_);
     }
   }
 
+  bool direct() const { return rows_ <= kDirectRows; }
+
+  template <class Rows>
+  void score_block(int64_t row, int64_t rows, int64_t begin, int64_t end, const Rows& keys) {
+    multiply(rows, end - begin, queries_ + row * width_, width_, shape_.head_dim, keys.columns(begin), nullptr,
+             scores_ + row * kKeyTile + 16 * begin, kKeyTile);
+  }
+
+  // Vectors of keys that none of the rows sees are left out: their pages may not be there.
   void score(int64_t start, int64_t first, int64_t last) {
-    row_blocks(first * group_, last * group_, [&](int64_t row, int64_t rows) {
+    int64_t rows = direct() ? kDirectRows : LoadedRows::kRows;
+    for (int64_t row = first * group_; row < last * group_; row += rows) {
+      rows = smaller(rows, last * group_ - row);
       int64_t begin = low(start, row / group_) / 16, end = (high(start, (row + rows - 1) / group_) + 15) / 16;
-      multiply(rows, end - begin, queries_ + row * width_, width_, shape_.head_dim, keys_ + 16 * begin, kKeyTile, nullptr,
-               scores_ + row * kKeyTile + 16 * begin, kKeyTile);
-    });
+      if (direct()) {
+        with_element(shape_.type, [&](auto element) {
+          score_block(row, rows, begin, end, PageKeys<decltype(element)>{heads_});
+        });
+      } else {
+        score_block(row, rows, begin, end, LoadedRows{keys_, kKeyTile});
+      }
+    }
     if (call_.softcap == 0) return;
     F32 cap = set_f32(call_.softcap * 1.44269504f);
     for (int64_t i = first * group_ * kKeyTile; i < last * group_ * kKeyTile; i += 16) {
@@ -249,13 +274,13 @@ class ItemRun {
       F32 now = max(before, load_f32_first(tile_maxima_ + r, lanes));
       store_f32_first(partition_.maxima + r, now, lanes);
       store_f32_first(tile_maxima_ + r, finite_or_zero(now), lanes);
-      store_f32_first(factors_ + r, exp2(sub(before, finite_or_zero(now))), lanes);
+      store_f32_first(factors_ + r, exp2_negative(sub(before, finite_or_zero(now))), lanes);
     }
     for (int64_t r = first; r < last; ++r) {
       float* s = scores_ + r * kKeyTile;
       F32 base = set_f32(tile_maxima_[r]), weights[4];
       for (int i = 0; i < 4; ++i) {
-        weights[i] = exp2(sub(load_f32(s + 16 * i), base));
+        weights[i] = exp2_negative(sub(load_f32(s + 16 * i), base));
         store_f32(s + 16 * i, weights[i]);
       }
       F32 sum = add(add(weights[0], weights[1]), add(weights[2], weights[3]));
@@ -265,13 +290,28 @@ class ItemRun {
 
   // Keys begin .. end - 1 of the tile, weighted, into rows first .. last - 1.
   void add_values(int64_t first, int64_t last, int64_t begin, int64_t end) {
+    if (first >= last) return;
+    if (direct()) return add_page_values(first, last, begin, end);
     for (int64_t panel = 0; panel < width_; panel += 64) {
       int64_t columns = smaller(64, width_ - panel);
-      const float* values = values_ + panel * kKeyTile + begin * columns;
-      row_blocks(first, last, [&](int64_t row, int64_t rows) {
-        multiply(rows, columns / 16, scores_ + row * kKeyTile + begin, kKeyTile, end - begin, values, columns,
-                 factors_ + row, partition_.rows + row * width_ + panel, width_);
+      LoadedRows values = {values_ + panel * kKeyTile + begin * columns, columns};
+      multiply(last - first, columns / 16, scores_ + first * kKeyTile + begin, kKeyTile, end - begin, values,
+               factors_ + first, partition_.rows + first * width_ + panel, width_);
+    }
+  }
+
+  // The same chain of sums, a page after the other.
+  void add_page_values(int64_t first, int64_t last, int64_t begin, int64_t end) {
+    static const float kOnes[kDirectRows] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+    const float* factors = factors_ + first;
+    for (int64_t key = begin; key < end; factors = kOnes) {
+      int64_t next = smaller((key / kPageTokens + 1) * kPageTokens, end);
+      with_element(shape_.type, [&](auto element) {
+        auto values = page_values<decltype(element)>(shape_, heads_[key / kPageTokens], key % kPageTokens, values_);
+        multiply(last - first, width_ / 16, scores_ + first * kKeyTile + key, kKeyTile, next - key, values, factors,
+                 partition_.rows + first * width_, width_);
       });
+      key = next;
     }
   }
 
@@ -316,6 +356,7 @@ class ItemRun {
   const AttentionSequence& sequence_;
   const int64_t group_, rows_, width_;
   const int64_t first_position_;   // of the block's first token
+  PageHead heads_[kKeyTile / kPageTokens];   // the pages of the tile at hand
   float *queries_, *keys_, *values_, *scores_;   // [rows][width], [head_dim][64], panels (load_values), [rows][64]
   Softmax partition_, total_;
   float *lane_sums_, *factors_, *tile_maxima_;   // sums of weights, 16 lanes a row; factor and base of the tile at hand

@@ -15,13 +15,6 @@ inline F32 load_lanes(const Half* p) { return load_f16(&p->bits); }
 inline F32 load_lanes(const Brain* p) { return load_bf16(&p->bits); }
 inline F32 load_lanes(const int8_t* p) { return to_f32(load_i8_i32(p)); }
 
-inline float one_half(uint16_t half) {
-  uint16_t lanes[16] = {half};
-  float values[16];
-  store_f32(values, load_f16(lanes));
-  return values[0];
-}
-
 inline void round_to(float* to, F32 x) { store_f32(to, x); }
 inline void round_to(Half* to, F32 x) { store_f16(&to->bits, x); }
 inline void round_to(Brain* to, F32 x) {   // nearest even; a NaN keeps its upper bits and gets one that cannot vanish
@@ -122,16 +115,64 @@ inline void store(const KvPages& pages, int64_t kv_head, int64_t slot, const flo
   });
 }
 
+// Rows of keys or values as the sums read them: at(k, v) is vector v of row k, columns(n) what begins n vectors further. The
+// value of an element is the same from each. kRows: how many sums of a column are kept at a time at most.
+
+// float32, `stride` apart: a tile that has been loaded.
+struct LoadedRows {
+  static constexpr int kRows = 6;
+  const float* rows;
+  int64_t stride;
+  F32 at(int64_t k, int v) const { return load_f32(rows + k * stride + 16 * v); }
+  LoadedRows columns(int64_t n) const { return {rows + 16 * n, stride}; }
+};
+
+// Keys straight from pages: a row is a dimension, a vector the 16 tokens of a page.
+template <class T>
+struct PageKeys {
+  static constexpr int kRows = 4;
+  const PageHead* heads;
+  F32 at(int64_t d, int v) const {
+    F32 lanes = load_lanes((const T*)heads[v].keys + d * kPageTokens);
+    if constexpr (sizeof(T) == 1) lanes = mul(lanes, load_f16(heads[v].key_scales + d / 32 * kPageTokens));
+    return lanes;
+  }
+  PageKeys columns(int64_t n) const { return {heads + n}; }
+};
+
+// Values straight from a page: a row is a token, a vector 16 dimensions. `scales` [tokens][blocks] for Q8_0.
+template <class T>
+struct PageValues {
+  static constexpr int kRows = 4;
+  const T* rows;
+  int64_t stride;
+  const float* scales;
+  int64_t blocks, vector;
+  F32 at(int64_t k, int v) const {
+    F32 lanes = load_lanes(rows + k * stride + 16 * v);
+    if constexpr (sizeof(T) == 1) lanes = mul(lanes, set_f32(scales[k * blocks + (vector + v) / 2]));
+    return lanes;
+  }
+  PageValues columns(int64_t n) const { return {rows + 16 * n, stride, scales, blocks, vector + n}; }
+};
+
+constexpr int64_t kMaxPageScales = kPageTokens * kMaxHeadDim / 32;
+
+// The values of a page from token `first` on; `scales` [kMaxPageScales] is filled where the type has some.
+template <class T>
+inline PageValues<T> page_values(const KvShape& shape, const PageHead& head, int64_t first, float* scales) {
+  int64_t width = padded_head_dim(shape.head_dim), blocks = kv_scales(shape);
+  if constexpr (sizeof(T) == 1) {
+    for (int64_t i = 0; i < blocks * kPageTokens; i += 16) store_f32(scales + i, load_f16(head.value_scales + i));
+  }
+  return {(const T*)head.values + first * width, width, scales + first * blocks, blocks, 0};
+}
+
 // The keys of a page into 16 columns of a tile: out[d * kKeyTile + token].
 inline void load_keys(const KvShape& shape, const PageHead& head, float* out) {
   with_element(shape.type, [&](auto element) {
-    using T = decltype(element);
-    const T* keys = (const T*)head.keys;
-    for (int64_t d = 0; d < shape.head_dim; ++d) {
-      F32 lanes = load_lanes(keys + d * kPageTokens);
-      if constexpr (sizeof(T) == 1) lanes = mul(lanes, load_f16(head.key_scales + d / 32 * kPageTokens));
-      store_f32(out + d * kKeyTile, lanes);
-    }
+    PageKeys<decltype(element)> keys = {&head};
+    for (int64_t d = 0; d < shape.head_dim; ++d) store_f32(out + d * kKeyTile, keys.at(d, 0));
   });
 }
 
@@ -140,19 +181,13 @@ inline void load_keys(const KvShape& shape, const PageHead& head, float* out) {
 inline void load_values(const KvShape& shape, const PageHead& head, int64_t first, int64_t last, int64_t token, float* out) {
   int64_t width = padded_head_dim(shape.head_dim);
   with_element(shape.type, [&](auto element) {
-    using T = decltype(element);
-    for (int64_t row = first; row < last; ++row) {
-      const T* values = (const T*)head.values + row * width;
-      for (int64_t panel = 0; panel < width; panel += 64) {
-        int64_t columns = smaller(64, width - panel);
+    float scales[kMaxPageScales];
+    auto values = page_values<decltype(element)>(shape, head, 0, scales);
+    for (int64_t panel = 0; panel < width; panel += 64, values = values.columns(4)) {
+      int64_t columns = smaller(64, width - panel);
+      for (int64_t row = first; row < last; ++row) {
         float* to = out + panel * kKeyTile + (token + row) * columns;
-        for (int64_t d = 0; d < columns; d += 16) {
-          F32 lanes = load_lanes(values + panel + d);
-          if constexpr (sizeof(T) == 1) {
-            lanes = mul(lanes, set_f32(one_half(head.value_scales[row * kv_scales(shape) + (panel + d) / 32])));
-          }
-          store_f32(to + d, lanes);
-        }
+        for (int v = 0; v < columns / 16; ++v) store_f32(to + 16 * v, values.at(row, v));
       }
     }
   });

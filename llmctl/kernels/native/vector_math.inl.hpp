@@ -8,22 +8,22 @@ inline F32 with_sign_of(F32 magnitude, F32 x) {
   return from_bits(bit_or(bits(magnitude), bit_and(bits(x), set_i32(INT32_MIN))));
 }
 
-// 2^x: 1 at 0 exactly, infinity from 128 on. Below -126 it is 0: subnormal numbers would slow down what follows.
-inline F32 exp2(F32 x) {
-  F32 inside = max(set_f32(-127.0f), min(set_f32(129.0f), x));
-  F32 whole = round_f32(inside);
-  F32 part = sub(inside, whole);
-  F32 sum = set_f32(1.5353362e-4f);   // (2^f - 1) / f on [-0.5, 0.5]: 2e-9
-  sum = fma(sum, part, set_f32(1.3398875e-3f));
-  sum = fma(sum, part, set_f32(9.618437e-3f));
-  sum = fma(sum, part, set_f32(5.5503324e-2f));
-  sum = fma(sum, part, set_f32(0.24022648f));
-  sum = fma(sum, part, set_f32(0.6931472f));
+// 2^x for x <= 0, what a softmax needs: 1 at 0 exactly, 0 from -126.5 down, where the exponent below is that of zero.
+inline F32 exp2_negative(F32 x) {
+  x = max(set_f32(-127.0f), x);
+  F32 shift = set_f32(12582912.0f + 127.0f);   // 1.5 * 2^23: the sum is a whole number, its last bits the exponent of 2^n
+  F32 shifted = add(x, shift);
+  F32 part = sub(x, sub(shifted, shift));
+  F32 sum = set_f32(1.3264727e-3f);   // (2^f - 1) / f on [-0.5, 0.5]: 9e-8
+  sum = fma(sum, part, set_f32(9.671513e-3f));
+  sum = fma(sum, part, set_f32(5.5507336e-2f));
+  sum = fma(sum, part, set_f32(0.24022242f));
+  sum = fma(sum, part, set_f32(0.693147f));
   sum = fma(sum, part, set_f32(1.0f));
-  return select_less(x, set_f32(-126.0f), zero_f32(), scale_by_power_of_two(sum, whole));
+  return mul(sum, from_bits(shift_left<23>(bits(shifted))));
 }
 
-// e^x, with the same two ends.
+// e^x: infinity from 88.73 on, 0 below -87.34, where numbers become subnormal.
 inline F32 exp(F32 x) {
   F32 inside = max(set_f32(-88.0f), min(set_f32(89.0f), x));
   F32 whole = round_f32(mul(inside, set_f32(1.44269504f)));
