@@ -79,6 +79,9 @@ class _Recorder:
         self.read_names.append(name)
         return self._weights.read(name)
 
+    def release(self, name: str) -> None:
+        """Nothing was touched."""
+
 
 class _NoOps:
     """A backend that prepares nothing: what is left of loading are the checks."""

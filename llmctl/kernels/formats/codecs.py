@@ -41,8 +41,8 @@ def can_quantize(format: Format) -> bool:
 def dequantize(tensor: QuantTensor | PackedIntTensor | np.ndarray, *, out: np.ndarray | None = None) -> np.ndarray:
     """A stored tensor as float32 of its logical shape.
 
-    tensor: a QuantTensor, a PackedIntTensor, or an array of plain numbers (F32, F16, BF16, F64, I8 to I64). A float32 array comes back
-    itself, not copied, and is read-only if it is mapped from a file; everything else is a new array.
+    tensor: a QuantTensor, a PackedIntTensor, or an array of plain numbers (F32, F16, BF16, F64, I8 to I64). A float32 array
+    comes back itself, not copied, and is read-only if it is mapped from a file; everything else is a new array.
     out: C-contiguous float32 array of the tensor's shape to fill and return instead.
     Raises UnsupportedError for an array of another dtype, FormatError for a float64 value beyond float32.
     """

@@ -10,10 +10,10 @@ from llmctl.kernels.formats.plain import plain_format
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.native._native import PackedWeight, ThreadPool
 
-NATIVE_FORMATS = frozenset(
-    ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"]
-    + ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
-)
+NATIVE_FORMATS = {
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"),
+}
 """Formats that keep their bits in a layout of their own."""
 
 

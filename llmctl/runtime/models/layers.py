@@ -33,6 +33,7 @@ class Linear:
     def read(cls, ops: Ops, weights: ModelWeights, name: str, shape: tuple[int, int], bias: bool = False) -> Linear:
         """The module `name` with weight of shape (out_features, in_features)."""
         weight = ops.prepare_weight(_checked(weights, f"{name}.weight", shape))
+        weights.release(f"{name}.weight")
         vector = ops.prepare_vector(_checked(weights, f"{name}.bias", shape[:1])) if bias else None
         return cls(ops, weight, vector)
 

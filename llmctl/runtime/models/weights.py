@@ -77,6 +77,10 @@ class ModelWeights:
         self.names_read.add(name)
         return self._source.read(name)
 
+    def release(self, name: str) -> None:
+        """Let the stored tensor's pages leave memory once it has been prepared; it can still be read again."""
+        self.checkpoint.release(self._source.stored[name])
+
     def unneeded(self, needed: Iterable[str]) -> list[str]:
         """The tensors that are not among the needed ones: nothing of this model, and to be named to the user.
 
