@@ -212,11 +212,18 @@ class ItemRun {
   void load_tile(int64_t start, int64_t first_key, int64_t last_key) {
     for (int64_t key = first_key / kPageTokens * kPageTokens; key < last_key; key += kPageTokens) {
       PageHead& head = heads_[key / kPageTokens];
-      head = page_head(call_.pages, sequence_.block_table[(start + key) / kPageTokens], item_.kv_head);
-      if (direct()) continue;
+      head = page_of(start + key);
+      if (direct()) {
+        if (start + key + kKeyTile < sequence_.context_len) head.ahead = page_of(start + key + kKeyTile).keys - head.keys;
+        continue;
+      }
       load_keys(shape_, head, keys_ + key);
       load_values(shape_, head, larger(first_key - key, 0), smaller(last_key - key, kPageTokens), key, values_);
     }
+  }
+
+  PageHead page_of(int64_t key) const {
+    return page_head(call_.pages, sequence_.block_table[key / kPageTokens], item_.kv_head);
   }
 
   bool direct() const { return rows_ <= kDirectRows; }
