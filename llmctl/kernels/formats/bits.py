@@ -19,6 +19,15 @@ def unpack_planes(packed: np.ndarray, bits: int) -> np.ndarray:
     return codes
 
 
+def pack_planes(codes: np.ndarray) -> np.ndarray:
+    """Inverse of `unpack_planes`: codes uint8 (..., planes, w) below 2^(8 // planes) -> uint8 (..., w)."""
+    planes = codes.shape[-2]
+    packed = codes[..., 0, :].copy()
+    for plane in range(1, planes):
+        packed |= codes[..., plane, :] << (plane * (8 // planes))
+    return packed
+
+
 def unpack_bits(packed: np.ndarray) -> np.ndarray:
     """Bytes to bits, lowest first: uint8 (..., w) -> uint8 (..., 8 * w) of 0 and 1."""
     return np.unpackbits(np.ascontiguousarray(packed), axis=-1, bitorder="little")

@@ -74,9 +74,17 @@ def decode_iq2_xxs(blocks: np.ndarray, out: np.ndarray) -> None:
     """Vectors of 8; per 32 elements four 7-bit sign indices and a 4-bit scale s: d (0.5 + s) / 4."""
     words = np.ascontiguousarray(blocks["groups"]["signs"])
     _look_up(_grid("IQ2_XXS"), blocks["groups"]["grid"].reshape(-1, 32), out)
-    scales = np.float32(0.5) + (words >> np.uint32(28)).astype(np.float32)
-    scale_groups(out, to_f32(blocks["d"]) * scales * np.float32(0.25))
+    scale_groups(out, to_f32(blocks["d"]) * factors_iq2_xxs(blocks))
     _apply_signs(_even_signs(), _sign_indices(words), out)
+
+
+def factors_iq2_xxs(blocks: np.ndarray) -> np.ndarray:
+    """float32 (n, 8): the scale of each 32 elements without d."""
+    return _high_nibble_factors(np.ascontiguousarray(blocks["groups"]["signs"]), 0.25)
+
+
+def _high_nibble_factors(words: np.ndarray, step: float) -> np.ndarray:
+    return (np.float32(0.5) + (words >> np.uint32(28)).astype(np.float32)) * np.float32(step)
 
 
 def decode_iq2_xs(blocks: np.ndarray, out: np.ndarray) -> None:
@@ -95,24 +103,37 @@ def decode_iq2_s(blocks: np.ndarray, out: np.ndarray) -> None:
 
 
 def _scale_iq2(blocks: np.ndarray, out: np.ndarray) -> None:
-    scales = np.float32(0.5) + _nibble_scales(blocks["scales"])
-    scale_groups(out, to_f32(blocks["d"]) * scales * np.float32(0.25))
+    scale_groups(out, to_f32(blocks["d"]) * factors_iq2(blocks))
+
+
+def factors_iq2(blocks: np.ndarray) -> np.ndarray:
+    """IQ2_XS and IQ2_S, float32 (n, 16): the scale of each 16 elements without d."""
+    return (np.float32(0.5) + _nibble_scales(blocks["scales"])) * np.float32(0.25)
 
 
 def decode_iq3_xxs(blocks: np.ndarray, out: np.ndarray) -> None:
     """Vectors of 4; per 32 elements four 7-bit sign indices and a 4-bit scale s: d (0.5 + s) / 2."""
     words = np.ascontiguousarray(blocks["signs"])
     _look_up(_grid("IQ3_XXS"), blocks["qs"], out)
-    scales = np.float32(0.5) + (words >> np.uint32(28)).astype(np.float32)
-    scale_groups(out, to_f32(blocks["d"]) * scales * np.float32(0.5))
+    scale_groups(out, to_f32(blocks["d"]) * factors_iq3_xxs(blocks))
     _apply_signs(_even_signs(), _sign_indices(words), out)
+
+
+def factors_iq3_xxs(blocks: np.ndarray) -> np.ndarray:
+    """float32 (n, 8): the scale of each 32 elements without d."""
+    return _high_nibble_factors(np.ascontiguousarray(blocks["signs"]), 0.5)
 
 
 def decode_iq3_s(blocks: np.ndarray, out: np.ndarray) -> None:
     """Vectors of 4: 9-bit grid index, its top bit in qh; a sign bit per element; per 32 a scale s: d (1 + 2 s)."""
     _look_up(_grid("IQ3_S"), blocks["qs"] | (unpack_bits(blocks["qh"]).astype(np.uint16) << 8), out)
-    scale_groups(out, to_f32(blocks["d"]) * (1 + 2 * _nibble_scales(blocks["scales"])))
+    scale_groups(out, to_f32(blocks["d"]) * factors_iq3_s(blocks))
     _apply_signs(_signs(), blocks["signs"], out)
+
+
+def factors_iq3_s(blocks: np.ndarray) -> np.ndarray:
+    """float32 (n, 8): the scale of each 32 elements without d."""
+    return 1 + 2 * _nibble_scales(blocks["scales"])
 
 
 def decode_iq1_s(blocks: np.ndarray, out: np.ndarray) -> None:
@@ -126,7 +147,12 @@ def decode_iq1_s(blocks: np.ndarray, out: np.ndarray) -> None:
     _look_up(_grid("IQ1_S"), blocks["qs"] | (high << np.uint16(8)), out)
     groups = out.reshape(-1, 8, 32)
     groups += np.where(qh & np.uint16(0x8000), -_IQ1_DELTA, _IQ1_DELTA)[..., None]
-    scale_groups(out, to_f32(blocks["d"]) * (2 * ((qh >> np.uint16(12)) & np.uint16(7)) + 1))
+    scale_groups(out, to_f32(blocks["d"]) * factors_iq1_s(blocks))
+
+
+def factors_iq1_s(blocks: np.ndarray) -> np.ndarray:
+    """uint16 (n, 8): the scale of each 32 elements without d."""
+    return 2 * ((np.ascontiguousarray(blocks["qh"]) >> np.uint16(12)) & np.uint16(7)) + 1
 
 
 def decode_iq1_m(blocks: np.ndarray, out: np.ndarray) -> None:
@@ -135,15 +161,18 @@ def decode_iq1_m(blocks: np.ndarray, out: np.ndarray) -> None:
     _look_up(_grid("IQ1_M"), blocks["qs"] | ((qh & 7).astype(np.uint16) << 8), out)
     vectors = out.reshape(-1, 32, 8)
     vectors += np.where(qh & 8, -_IQ1_DELTA, _IQ1_DELTA)[..., None]
-    words = np.ascontiguousarray(blocks["scales"])
+    scale_groups(out, to_f32(iq1_m_scale(blocks)) * factors_iq1_m(blocks))
+
+
+def factors_iq1_m(blocks: np.ndarray) -> np.ndarray:
+    """uint16 (n, 16): the scale of each 16 elements without d."""
     shifts = np.array([0, 3, 6, 9], np.uint16)
-    scales = ((words[..., None] >> shifts) & np.uint16(7)).reshape(-1, 16)
-    scale_groups(out, to_f32(_iq1_m_scale(words)) * (2 * scales + 1))
+    return 2 * ((blocks["scales"][..., None] >> shifts) & np.uint16(7)).reshape(-1, 16) + 1
 
 
-def _iq1_m_scale(words: np.ndarray) -> np.ndarray:
-    """uint16 (n, 4) -> float16 (n,): the top nibble of word i is bits 4i to 4i + 3."""
-    top = words >> np.uint16(12) << np.array([0, 4, 8, 12], np.uint16)
+def iq1_m_scale(blocks: np.ndarray) -> np.ndarray:
+    """d as float16 (n,): the top nibble of word i of the scales is its bits 4i to 4i + 3."""
+    top = np.ascontiguousarray(blocks["scales"]) >> np.uint16(12) << np.array([0, 4, 8, 12], np.uint16)
     return np.bitwise_or.reduce(top, axis=1).view(np.float16)
 
 

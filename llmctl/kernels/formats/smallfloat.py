@@ -48,7 +48,7 @@ def decode_mxfp4(blocks: np.ndarray, out: np.ndarray) -> None:
 def decode_nvfp4(blocks: np.ndarray, out: np.ndarray) -> None:
     """Four sub-blocks of 16 with an unsigned E4M3 scale each: x = scale * E2M1."""
     np.take(_E2M1_DOUBLED, unpack_planes(blocks["qs"], 4).reshape(-1, 64), out=out, mode="clip")
-    scale_groups(out, _half_e4m3()[blocks["d"]])
+    scale_groups(out, half_e4m3()[blocks["d"]])
 
 
 @cache
@@ -58,7 +58,7 @@ def _half_powers_of_two() -> np.ndarray:
 
 
 @cache
-def _half_e4m3() -> np.ndarray:
+def half_e4m3() -> np.ndarray:
     """float32 (256,): half the value of each unsigned E4M3 byte, the top bit ignored; 127 (NaN) reads as 0."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, (code & 7).astype(np.float32)
