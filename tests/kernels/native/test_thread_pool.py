@@ -163,6 +163,7 @@ def test_a_barrier_is_quick():
     assert min(pool.barrier_seconds(2000) for _ in range(50)) < 20e-6
 
 
+@pytest.mark.unchecked
 def test_nothing_races(tmp_path):
     """The pool under ThreadSanitizer, in a program of its own."""
     compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
