@@ -7,6 +7,7 @@ namespace llmctl {
 void bind_pool(nb::module_& m);
 void bind_pack(nb::module_& m);
 void bind_sample(nb::module_& m);
+void bind_bandwidth(nb::module_& m);
 }  // namespace llmctl
 
 NB_MODULE(_native, m) {
@@ -14,4 +15,5 @@ NB_MODULE(_native, m) {
   llmctl::bind_pool(m);
   llmctl::bind_pack(m);
   llmctl::bind_sample(m);
+  llmctl::bind_bandwidth(m);
 }
