@@ -133,11 +133,14 @@ class ItemRun {
 
   void run(float* partials) {
     load_queries();
-    clear(total_);
     for (int64_t p = item_.first_partition; p < item_.last_partition; ++p) {
       run_partition(p);
       if (item_.partial >= 0) {
         write_partial(partials + (item_.partial + (p - item_.first_partition) * rows_) * attention_partial_floats(shape_));
+      } else if (p == item_.first_partition) {   // merged with nothing
+        Softmax first = partition_;
+        partition_ = total_;
+        total_ = first;
       } else {
         merge_partition();
       }
@@ -167,17 +170,14 @@ class ItemRun {
     }
   }
 
-  void clear(const Softmax& state) {
-    for (int64_t r = 0; r < rows_; r += 16) {
-      store_f32(state.maxima + r, set_f32(-INFINITY));
-      store_f32(state.sums + r, zero_f32());
-    }
-    for (int64_t i = 0; i < rows_ * width_; i += 16) store_f32(state.rows + i, zero_f32());
+  void clear_partition() {
+    for (int64_t r = 0; r < rows_; r += 16) store_f32(partition_.maxima + r, set_f32(-INFINITY));
+    for (int64_t r = 0; r < rows_; ++r) store_f32(lane_sums_ + 16 * r, zero_f32());
+    for (int64_t i = 0; i < rows_ * width_; i += 16) store_f32(partition_.rows + i, zero_f32());
   }
 
   void run_partition(int64_t index) {
-    clear(partition_);
-    for (int64_t r = 0; r < rows_; ++r) store_f32(lane_sums_ + 16 * r, zero_f32());
+    clear_partition();
     int64_t end = smaller((index + 1) * kPartition, first_position_ + item_.num_queries);
     for (int64_t start = index * kPartition; start < end; start += kKeyTile) run_tile(start);
     for (int64_t r = 0; r < rows_; ++r) partition_.sums[r] = reduce_add(load_f32(lane_sums_ + 16 * r));
