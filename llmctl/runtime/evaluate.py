@@ -114,7 +114,7 @@ def evaluate(
     if other is not None and other.num_tokens != model.num_tokens:
         raise UsageError(f"the models have {model.num_tokens} and {other.num_tokens} tokens: they cannot be compared")
     length = len(chunks[0])
-    readers = [_Reader(each, length) for each in (model, other) if each is not None]
+    readers = [LogitsReader(each, length) for each in (model, other) if each is not None]
     parts = []
     for number, chunk in enumerate(chunks):
         parts += [_score(rows, targets) for rows, targets in _aligned(readers, chunk)]
@@ -123,7 +123,7 @@ def evaluate(
     return _summary(len(chunks), length, parts, other is not None)
 
 
-class _Reader:
+class LogitsReader:
     """Logits of one model for one chunk after the other, over the same cache pages."""
 
     def __init__(self, model: LoadedModel, length: int) -> None:
@@ -149,7 +149,7 @@ class _Reader:
         return logits
 
 
-def _aligned(readers: list[_Reader], chunk: list[int]) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
+def _aligned(readers: list[LogitsReader], chunk: list[int]) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
     """Pieces of a chunk's second half: every model's logits and the ids that follow. The last token is only a target."""
     first = len(chunk) // 2
     step = max(1, _LOGITS_BYTES // (4 * readers[0].num_tokens))
