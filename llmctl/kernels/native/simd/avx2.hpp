@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace llmctl::LLMCTL_ISA {
 
@@ -133,5 +134,104 @@ inline void store_i8(int8_t* p, I32 a) {   // values fit
   __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xD8);
   _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
+
+inline int32_t load_word(const int8_t* p) {
+  int32_t word;
+  std::memcpy(&word, p, 4);
+  return word;
+}
+
+inline U8 load_u8(const uint8_t* p) { return {load256(p), load256(p + 32)}; }
+inline void store_u8(uint8_t* p, U8 a) {
+  store256(p, a.lo);
+  store256(p + 32, a.hi);
+}
+inline U8 set_u8(uint8_t x) { return {_mm256_set1_epi8((char)x), _mm256_set1_epi8((char)x)}; }
+inline U8 bit_and(U8 a, U8 b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
+inline U8 and_or(U8 a, U8 mask, U8 b) {   // (a & mask) | b
+  return {_mm256_or_si256(_mm256_and_si256(a.lo, mask.lo), b.lo), _mm256_or_si256(_mm256_and_si256(a.hi, mask.hi), b.hi)};
+}
+template <int N> U8 shift_right(U8 a) { return {_mm256_srli_epi16(a.lo, N), _mm256_srli_epi16(a.hi, N)}; }
+template <int N> U8 shift_left(U8 a) { return {_mm256_slli_epi16(a.lo, N), _mm256_slli_epi16(a.hi, N)}; }
+inline U8 load_table(const uint8_t* p) {
+  __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+  return {table, table};
+}
+inline U8 look_up(U8 table, U8 index) {   // index 0 to 15
+  return {_mm256_shuffle_epi8(table.lo, index.lo), _mm256_shuffle_epi8(table.hi, index.hi)};
+}
+template <int N> I32 byte_i32(U8 a) {   // byte N of every lane
+  __m256i pick = _mm256_set1_epi32((int)(0x80808000u | N));
+  return {_mm256_shuffle_epi8(a.lo, pick), _mm256_shuffle_epi8(a.hi, pick)};
+}
+inline I32 mul_i16(I32 a, I32 b) { return {_mm256_madd_epi16(a.lo, b.lo), _mm256_madd_epi16(a.hi, b.hi)}; }
+
+constexpr int kFloatTokens = 2;
+#ifdef __AVXVNNI__
+constexpr bool kDotSigned = false;
+constexpr int kDotTokens = 4;
+inline U8 dot_form(U8 codes) { return codes; }
+template <int MaxCode, int Groups, int T>
+inline void dot(const U8* codes, const int8_t* x, int64_t stride, I32* sums) {
+#pragma GCC unroll 8
+  for (int g = 0; g < Groups; ++g)
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) {
+      __m256i word = _mm256_set1_epi32(load_word(x + t * stride + 4 * g));
+      sums[t].lo = _mm256_dpbusd_avx_epi32(sums[t].lo, codes[g].lo, word);
+      sums[t].hi = _mm256_dpbusd_avx_epi32(sums[t].hi, codes[g].hi, word);
+    }
+}
+#else
+// Without a four-byte dot product pairs of products are summed in 16 bits (maddubs, which saturates).
+constexpr bool kDotSigned = true;
+constexpr int kDotTokens = 4;
+inline U8 dot_form(U8 codes) {
+  __m256i flip = _mm256_set1_epi8((char)0x80);
+  return {_mm256_xor_si256(codes.lo, flip), _mm256_xor_si256(codes.hi, flip)};
+}
+// Eight signed bits: |code| <= 128 times the activation with the code's sign, two of them at most 32512.
+inline __m256i dot_signed(__m256i codes, __m256i word) {
+  __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(word, codes));
+  return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+template <int Groups, int T> inline void dot_signed(const U8* codes, const int8_t* x, int64_t stride, I32* sums) {
+#pragma GCC unroll 8
+  for (int g = 0; g < Groups; ++g)
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) {
+      __m256i word = _mm256_set1_epi32(load_word(x + t * stride + 4 * g));
+      sums[t].lo = _mm256_add_epi32(sums[t].lo, dot_signed(codes[g].lo, word));
+      sums[t].hi = _mm256_add_epi32(sums[t].hi, dot_signed(codes[g].hi, word));
+    }
+}
+// Codes of up to 6 bits: as many groups as 16 bits can hold are summed before they are widened.
+template <int MaxCode, int Groups, int T>
+inline void dot(const U8* codes, const int8_t* x, int64_t stride, I32* sums) {
+  if constexpr (MaxCode > 127) {
+    dot_signed<Groups, T>(codes, x, stride, sums);
+  } else {
+    constexpr int kHolds = 32767 / (2 * 127 * MaxCode), kRun = kHolds < Groups ? kHolds : Groups;
+    static_assert(kRun >= 1 && Groups % kRun == 0);
+#pragma GCC unroll 8
+    for (int first = 0; first < Groups; first += kRun) {
+      I32 pairs[T];
+#pragma GCC unroll 8
+      for (int g = first; g < first + kRun; ++g)
+#pragma GCC unroll 4
+        for (int t = 0; t < T; ++t) {
+          __m256i word = _mm256_set1_epi32(load_word(x + t * stride + 4 * g));
+          __m256i lo = _mm256_maddubs_epi16(codes[g].lo, word), hi = _mm256_maddubs_epi16(codes[g].hi, word);
+          pairs[t].lo = g == first ? lo : _mm256_add_epi16(pairs[t].lo, lo);
+          pairs[t].hi = g == first ? hi : _mm256_add_epi16(pairs[t].hi, hi);
+        }
+      for (int t = 0; t < T; ++t) {
+        sums[t].lo = _mm256_add_epi32(sums[t].lo, _mm256_madd_epi16(pairs[t].lo, _mm256_set1_epi16(1)));
+        sums[t].hi = _mm256_add_epi32(sums[t].hi, _mm256_madd_epi16(pairs[t].hi, _mm256_set1_epi16(1)));
+      }
+    }
+  }
+}
+#endif
 
 }  // namespace llmctl::LLMCTL_ISA

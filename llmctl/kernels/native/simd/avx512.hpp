@@ -8,6 +8,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace llmctl::LLMCTL_ISA {
 
@@ -48,7 +49,12 @@ inline float reduce_add(F32 a) {   // a fixed tree: lane i + lane i + 8, then + 
   quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
   return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_shuffle_ps(quarter, quarter, 1)));
 }
-inline float reduce_max(F32 a) { return _mm512_reduce_max_ps(a.v); }
+inline float reduce_max(F32 a) {   // the same tree
+  __m256 half = _mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  __m128 quarter = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  quarter = _mm_max_ps(quarter, _mm_movehl_ps(quarter, quarter));
+  return _mm_cvtss_f32(_mm_max_ss(quarter, _mm_shuffle_ps(quarter, quarter, 1)));
+}
 inline F32 round_f32(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline F32 scale_by_power_of_two(F32 a, F32 n) { return {_mm512_scalef_ps(a.v, n.v)}; }   // a * 2^n, n whole, -252 to 252
 
@@ -73,5 +79,45 @@ inline I32 to_i32(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }   // nearest even
 inline int32_t reduce_max(I32 a) { return _mm512_reduce_max_epi32(a.v); }
 inline int32_t reduce_add(I32 a) { return _mm512_reduce_add_epi32(a.v); }
 inline void store_i8(int8_t* p, I32 a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v)); }   // values fit
+
+// Four int8 activations as one word.
+inline int32_t load_word(const int8_t* p) {
+  int32_t word;
+  std::memcpy(&word, p, 4);
+  return word;
+}
+
+// Bytes: the codes of a weight block, 4 columns of a row in a lane. Shifts move within 16 bits, so bits of the neighbouring
+// byte come in at the end: mask them.
+inline U8 load_u8(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_u8(uint8_t* p, U8 a) { _mm512_storeu_si512(p, a.v); }
+inline U8 set_u8(uint8_t x) { return {_mm512_set1_epi8((char)x)}; }
+inline U8 bit_and(U8 a, U8 b) { return {_mm512_and_si512(a.v, b.v)}; }
+inline U8 and_or(U8 a, U8 mask, U8 b) { return {_mm512_ternarylogic_epi32(a.v, mask.v, b.v, 0xEA)}; }   // (a & mask) | b
+template <int N> U8 shift_right(U8 a) { return {_mm512_srli_epi16(a.v, N)}; }
+template <int N> U8 shift_left(U8 a) { return {_mm512_slli_epi16(a.v, N)}; }
+inline U8 load_table(const uint8_t* p) { return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))}; }
+inline U8 look_up(U8 table, U8 index) { return {_mm512_shuffle_epi8(table.v, index.v)}; }   // index 0 to 15
+template <int N> I32 byte_i32(U8 a) {   // byte N of every lane
+  return {N == 3 ? _mm512_srli_epi32(a.v, 24) : _mm512_shuffle_epi8(a.v, _mm512_set1_epi32((int)(0x80808000u | N)))};
+}
+// a * b where a fits 16 unsigned bits read as int16 and b fits int16.
+inline I32 mul_i16(I32 a, I32 b) { return {_mm512_madd_epi16(a.v, b.v)}; }
+
+// Dot products of codes (unsigned bytes up to MaxCode) with the int8 activations of T tokens, `stride` bytes apart:
+// sums[t] += sum over g < Groups, c < 4 of codes[g].byte[4 * lane + c] * x[t * stride + 4 * g + c]. Exact.
+// Codes above 127 go through dot_form first; where kDotSigned they then count as code - 128.
+constexpr bool kDotSigned = false;
+constexpr int kDotTokens = 8;     // tokens that fill the registers beside a tile
+constexpr int kFloatTokens = 8;   // the same for two tiles of floats
+inline U8 dot_form(U8 codes) { return codes; }
+template <int MaxCode, int Groups, int T>
+inline void dot(const U8* codes, const int8_t* x, int64_t stride, I32* sums) {
+#pragma GCC unroll 8
+  for (int g = 0; g < Groups; ++g)
+#pragma GCC unroll 16
+    for (int t = 0; t < T; ++t)
+      sums[t].v = _mm512_dpbusd_epi32(sums[t].v, codes[g].v, _mm512_set1_epi32(load_word(x + t * stride + 4 * g)));
+}
 
 }  // namespace llmctl::LLMCTL_ISA

@@ -134,4 +134,41 @@ inline void store_i8(int8_t* p, I32 a) {   // values fit
   for (int i = 0; i < 16; ++i) p[i] = (int8_t)a.v[i];
 }
 
+template <class F> static inline U8 make_u8(F f) {
+  U8 r;
+  for (int i = 0; i < 64; ++i) r.v[i] = (uint8_t)f(i);
+  return r;
+}
+// Sixteen bits, low byte first, shifted as one number.
+template <class F> static inline U8 make_u16(U8 a, F f) {
+  for (int i = 0; i < 64; i += 2) {
+    uint32_t pair = f((uint32_t)a.v[i] | (uint32_t)a.v[i + 1] << 8);
+    a.v[i] = (uint8_t)pair;
+    a.v[i + 1] = (uint8_t)(pair >> 8);
+  }
+  return a;
+}
+inline U8 load_u8(const uint8_t* p) { return make_u8([&](int i) { return p[i]; }); }
+inline void store_u8(uint8_t* p, U8 a) { std::memcpy(p, a.v, sizeof a.v); }
+inline U8 set_u8(uint8_t x) { return make_u8([&](int) { return x; }); }
+inline U8 bit_and(U8 a, U8 b) { return make_u8([&](int i) { return a.v[i] & b.v[i]; }); }
+inline U8 and_or(U8 a, U8 mask, U8 b) { return make_u8([&](int i) { return (a.v[i] & mask.v[i]) | b.v[i]; }); }
+template <int N> U8 shift_right(U8 a) { return make_u16(a, [](uint32_t pair) { return pair >> N; }); }
+template <int N> U8 shift_left(U8 a) { return make_u16(a, [](uint32_t pair) { return pair << N; }); }
+inline U8 load_table(const uint8_t* p) { return make_u8([&](int i) { return p[i & 15]; }); }
+inline U8 look_up(U8 table, U8 index) { return make_u8([&](int i) { return table.v[index.v[i] & 15]; }); }
+template <int N> I32 byte_i32(U8 a) { return make<I32>([&](int i) { return a.v[4 * i + N]; }); }
+inline I32 mul_i16(I32 a, I32 b) { return make<I32>([&](int i) { return (int16_t)a.v[i] * b.v[i]; }); }
+
+constexpr bool kDotSigned = false;
+constexpr int kDotTokens = 2;
+constexpr int kFloatTokens = 2;
+inline U8 dot_form(U8 codes) { return codes; }
+template <int MaxCode, int Groups, int T>
+inline void dot(const U8* codes, const int8_t* x, int64_t stride, I32* sums) {
+  for (int t = 0; t < T; ++t)
+    for (int g = 0; g < Groups; ++g)
+      for (int i = 0; i < 64; ++i) sums[t].v[i / 4] += codes[g].v[i] * x[t * stride + 4 * g + i % 4];
+}
+
 }  // namespace llmctl::LLMCTL_ISA

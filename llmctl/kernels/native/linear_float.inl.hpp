@@ -1,0 +1,137 @@
+// Linear layers over float activations: weights become exactly what their format's definition says, then one fma a column,
+// in order. The same for every number of tokens, so a token's bits do not depend on it.
+#pragma once
+
+#include "linear_int8.inl.hpp"
+
+namespace llmctl::LLMCTL_ISA {
+
+constexpr int64_t kFloatTiles = 2;      // tiles at a time: their sums are independent chains of fma
+constexpr int64_t kFloatColumns = 256;  // columns expanded at a time
+
+struct LoadF32 {
+  static constexpr int64_t kBytes = 64;
+  static LLMCTL_INLINE F32 load(const uint8_t* p) { return load_f32((const float*)p); }
+};
+struct LoadF16 {
+  static constexpr int64_t kBytes = 32;
+  static LLMCTL_INLINE F32 load(const uint8_t* p) { return load_f16((const uint16_t*)p); }
+};
+struct LoadBF16 {
+  static constexpr int64_t kBytes = 32;
+  static LLMCTL_INLINE F32 load(const uint8_t* p) { return load_bf16((const uint16_t*)p); }
+};
+
+// One block as float32 [32 columns][16 rows].
+template <class L>
+LLMCTL_INLINE void block_floats(const uint8_t* unit, int64_t block, const F32* scale, const F32* minimum, I32 zero, float* out) {
+  U8 codes[8];
+  L::codes(unit, block, codes);
+#pragma GCC unroll 8
+  for (int g = 0; g < 8; ++g) {
+    int64_t s = scale_index<L>(block) + (L::kScales == 2 ? g / 4 : 0);
+    for_4([&](auto c) {
+      I32 code = byte_i32<c.value>(codes[g]);
+      if constexpr (L::kZero) code = sub(code, zero);
+      if constexpr (L::kOffset != 0) code = sub(code, set_i32(L::kOffset));
+      F32 value = mul(to_f32(code), scale[s]);
+      if (L::kMinimum) value = add(value, minimum[s]);
+      store_f32(out + kTileRows * (4 * g + c.value), value);
+    });
+  }
+}
+
+// Columns first .. first + count - 1 (multiples of 32) of a tile as float32 [count][16].
+template <class L> void expand(const PackedMatrix& matrix, int64_t tile, int64_t first, int64_t count, float* out) {
+  const int64_t blocks = unit_blocks<L>(matrix), unit_bytes = layout_info(matrix.layout, matrix.group_size).tile_bytes;
+  for (int64_t block = first / kBlock, end = (first + count) / kBlock; block < end;) {
+    const uint8_t* unit = matrix.tile(tile) + block / blocks * unit_bytes;
+    F32 scale[L::kUnitScales], minimum[L::kUnitScales];
+    L::scales(unit, scale, minimum);
+    I32 zero = zero_i32();
+    if constexpr (L::kZero) zero = L::zero(unit);
+    for (int64_t b = block % blocks; b < blocks && block < end; ++b, ++block, out += kBlock * kTileRows)
+      block_floats<L>(unit, b, scale, minimum, zero, out);
+  }
+}
+
+template <class Load> void expand_plain(const PackedMatrix& matrix, int64_t tile, int64_t first, int64_t count, float* out) {
+  const uint8_t* p = matrix.tile(tile) + first * Load::kBytes;
+  for (int64_t c = 0; c < count; ++c) store_f32(out + kTileRows * c, Load::load(p + c * Load::kBytes));
+}
+
+// T tokens times R tiles, `tile_stride` bytes apart, over `count` columns. sums [T][kFloatTiles][16].
+template <class Load, int R, int T>
+void add_columns(const uint8_t* weight, int64_t tile_stride, const float* x, int64_t x_stride, int64_t count, float* sums,
+                 bool fresh) {
+  constexpr int64_t kStride = kFloatTiles * kTileRows;
+  F32 y[T][R];
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t)
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) y[t][r] = fresh ? zero_f32() : load_f32(sums + t * kStride + r * kTileRows);
+  for (int64_t c = 0; c < count; ++c, weight += Load::kBytes) {
+    F32 w[R];
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) w[r] = Load::load(weight + r * tile_stride);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+      F32 value = set_f32(x[t * x_stride + c]);
+#pragma GCC unroll 2
+      for (int r = 0; r < R; ++r) y[t][r] = fma(w[r], value, y[t][r]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t)
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) store_f32(sums + t * kStride + r * kTileRows, y[t][r]);
+}
+
+template <class Load, int R>
+void add_columns_to_all(const uint8_t* weight, int64_t tile_stride, const Activations& x, int64_t first, int64_t count,
+                        float* sums) {
+  for_groups<kFloatTokens>(0, x.tokens, [&](auto size, int64_t token) {
+    add_columns<Load, R, decltype(size)::value>(weight, tile_stride, x.values + token * x.value_stride + first, x.value_stride,
+                                                count, sums + token * kFloatTiles * kTileRows, first == 0);
+  });
+}
+
+// R neighbouring tiles, up to kTokenBlock tokens, straight from plain weights.
+template <class Load, int R>
+void plain_tiles(const PackedMatrix& matrix, int64_t tile, const Activations& x, float*, float* sums) {
+  add_columns_to_all<Load, R>(matrix.tile(tile), matrix.tile_bytes(), x, 0, matrix.columns, sums);
+}
+
+using Expand = void (*)(const PackedMatrix&, int64_t tile, int64_t first, int64_t count, float* out);
+
+template <Expand kExpand, int R>
+void expanded_tiles(const PackedMatrix& matrix, int64_t tile, const Activations& x, float* weights, float* sums) {
+  for (int64_t first = 0; first < matrix.columns; first += kFloatColumns) {
+    int64_t count = matrix.columns - first < kFloatColumns ? matrix.columns - first : kFloatColumns;
+    for (int r = 0; r < R; ++r) kExpand(matrix, tile + r, first, count, weights + r * kFloatColumns * kTileRows);
+    add_columns_to_all<LoadF32, R>((const uint8_t*)weights, kFloatColumns * kTileRows * sizeof(float), x, first, count, sums);
+  }
+}
+
+using Tiles = void (*)(const PackedMatrix&, int64_t tile, const Activations& x, float* weights, float* sums);
+
+// tiles_1 and tiles_2: the same for one tile and for two.
+inline void linear_float(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y,
+                         int64_t stride, Tiles tiles_1, Tiles tiles_2) {
+  const int64_t weights = kFloatTiles * kFloatColumns * kTileRows, width = kFloatTiles * kTileRows;
+  float* scratch = (float*)thread_scratch((weights + kTokenBlock * width) * sizeof(float));
+  float* sums = scratch + weights;
+  for (int64_t token = 0; token < x.tokens; token += kTokenBlock) {
+    int64_t count = x.tokens - token < kTokenBlock ? x.tokens - token : kTokenBlock;
+    for (int64_t tile = first_tile; tile < last_tile; tile += kFloatTiles) {
+      int64_t tiles = last_tile - tile < kFloatTiles ? last_tile - tile : kFloatTiles;
+      (tiles == 1 ? tiles_1 : tiles_2)(matrix, tile, token_range(x, token, count), scratch, sums);
+      float* out = y + token * stride + kTileRows * (tile - first_tile);
+      for (int64_t t = 0; t < count; ++t)
+        for (int64_t r = 0; r < tiles; ++r)
+          store_rows(out + t * stride + r * kTileRows, load_f32(sums + t * width + r * kTileRows), matrix.rows_in(tile + r));
+    }
+  }
+}
+
+}  // namespace llmctl::LLMCTL_ISA

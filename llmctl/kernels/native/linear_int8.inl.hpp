@@ -1,0 +1,231 @@
+// Linear layers over int8 activations. Within a block of 32 columns (or each half of it) the sum is an exact integer; the
+// float sums run along the columns in one order:
+//   y = fma(float(sum), scale_row * scale_x, y), then, for formats with a minimum, y = fma(minimum_row, scale_x * sum_x, y).
+// So it does not matter for a token's bits how many tokens a kernel takes at a time, or whether the codes come straight
+// from the tile (few tokens: the weights are read once, as fast as memory gives them) or were unpacked before (many).
+#pragma once
+
+#include "linear_formats.inl.hpp"
+#include "scratch.hpp"
+
+namespace llmctl::LLMCTL_ISA {
+
+constexpr int64_t kDirectTokens = kDotTokens / 2;   // up to here codes are unpacked in registers
+constexpr int64_t kChunkBlocks = 32;                // unpacked at a time; with the activations beside it fits the L1 cache
+constexpr int64_t kTokenBlock = 128;                // tokens that pass over an unpacked chunk
+
+// What T tokens bring to a block beside their codes: the scale; scale * sum for a minimum; and what the integer sum starts
+// from, -kStart * sum, or -sum where a zero point of the row multiplies it.
+template <class S, int T> struct BlockScalars {
+  static constexpr bool kHasStart = S::kZero || S::kStart != 0;
+  float scale[T];
+  float sum[S::kMinimum ? S::kScales * T : 1];
+  int32_t start[kHasStart ? S::kScales * T : 1];
+};
+
+template <class S, int T> LLMCTL_INLINE void fill_scalars(const Activations& x, int64_t token, BlockScalars<S, T>* out) {
+  using Scalars = BlockScalars<S, T>;
+  int64_t blocks = x.columns / kBlock;
+  for (int t = 0; t < T; ++t) {
+    const float* scales = x.scales + (token + t) * (x.columns_padded / 32);
+    const int32_t* sums = x.sums + (token + t) * (x.columns_padded / 16);
+    for (int64_t b = 0; b < blocks; ++b) {
+      int32_t sum[2] = {sums[2 * b], sums[2 * b + 1]};
+      if (S::kScales == 1) sum[0] += sum[1];
+      out[b].scale[t] = scales[b];
+      for (int s = 0; s < S::kScales; ++s) {
+        if (S::kMinimum) out[b].sum[s * T + t] = scales[b] * (float)sum[s];
+        if (Scalars::kHasStart) out[b].start[s * T + t] = S::kZero ? -sum[s] : -S::kStart * sum[s];
+      }
+    }
+  }
+}
+
+// Adds one block to the sums of T tokens. codes in dot form; scale and minimum: kScales each; zero as of zero_form.
+template <class S, int T>
+LLMCTL_INLINE void add_block(const U8* codes, const F32* scale, const F32* minimum, I32 zero, const int8_t* x, int64_t stride,
+                             const BlockScalars<S, T>& scalars, F32* y) {
+  constexpr int kGroups = 8 / S::kScales;
+#pragma GCC unroll 2
+  for (int s = 0; s < S::kScales; ++s) {
+    I32 sums[T];
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+      sums[t] = BlockScalars<S, T>::kHasStart ? set_i32(scalars.start[s * T + t]) : zero_i32();
+      if (S::kZero) sums[t] = mul_i16(zero, sums[t]);
+    }
+    dot<S::kMaxCode, kGroups, T>(codes + s * kGroups, x + 4 * s * kGroups, stride, sums);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+      y[t] = fma(to_f32(sums[t]), mul(scale[s], set_f32(scalars.scale[t])), y[t]);
+      if (S::kMinimum) y[t] = fma(minimum[s], set_f32(scalars.sum[s * T + t]), y[t]);
+    }
+  }
+}
+
+template <class L> LLMCTL_INLINE void dot_codes(const uint8_t* unit, int64_t block, U8* codes) {
+  L::codes(unit, block, codes);
+  if (L::kMaxCode > 127)
+    for_8([&](auto g) { codes[g.value] = dot_form(codes[g.value]); });
+}
+
+// Zero points less what dot_form takes from the codes, as mul_i16 wants them.
+template <class L> LLMCTL_INLINE I32 zero_form(const uint8_t* unit) {
+  if constexpr (L::kZero) return bit_and(sub(L::zero(unit), set_i32(L::kFormOffset)), set_i32(0xFFFF));
+  else return zero_i32();
+}
+
+LLMCTL_INLINE void store_rows(float* y, F32 a, int64_t rows) {
+  if (rows == kTileRows) store_f32(y, a);
+  else store_f32_first(y, a, (int)rows);
+}
+
+// T tokens times one tile, codes unpacked on the way.
+template <class L, int T>
+void direct_tile(const PackedMatrix& matrix, int64_t tile, const int8_t* x, int64_t x_stride, const BlockScalars<L, T>* scalars,
+                 float* y, int64_t stride) {
+  const int64_t blocks = unit_blocks<L>(matrix), units = matrix.columns / (blocks * kBlock);
+  const int64_t unit_bytes = layout_info(matrix.layout, matrix.group_size).tile_bytes;
+  const uint8_t* unit = matrix.tile(tile);
+  F32 sums[T];
+  for (int t = 0; t < T; ++t) sums[t] = zero_f32();
+  for (int64_t u = 0; u < units; ++u, unit += unit_bytes) {
+    F32 scale[L::kUnitScales], minimum[L::kUnitScales];
+    L::scales(unit, scale, minimum);
+    I32 zero = zero_form<L>(unit);
+    for (int64_t b = 0; b < blocks; ++b, x += kBlock, ++scalars) {
+      U8 codes[8];
+      dot_codes<L>(unit, b, codes);
+      int64_t first = scale_index<L>(b);
+      add_block<L, T>(codes, scale + first, minimum + first, zero, x, x_stride, *scalars, sums);
+    }
+  }
+  for (int t = 0; t < T; ++t) store_rows(y + t * stride, sums[t], matrix.rows_in(tile));
+}
+
+template <class L, int T>
+void direct(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y, int64_t stride) {
+  auto* scalars = (BlockScalars<L, T>*)thread_scratch(x.columns / kBlock * sizeof(BlockScalars<L, T>));
+  fill_scalars<L, T>(x, 0, scalars);
+  for (int64_t tile = first_tile; tile < last_tile; ++tile)
+    direct_tile<L, T>(matrix, tile, x.codes, x.columns_padded, scalars, y + kTileRows * (tile - first_tile), stride);
+}
+
+// Some blocks of a tile, unpacked.
+struct Chunk {
+  U8 codes[kChunkBlocks][8];
+  F32 scale[kChunkBlocks][2];
+  F32 minimum[kChunkBlocks][2];
+  I32 zero[kChunkBlocks];
+};
+
+template <class L> void unpack_chunk(const PackedMatrix& matrix, int64_t tile, int64_t first, int64_t count, Chunk& chunk) {
+  const int64_t blocks = unit_blocks<L>(matrix), unit_bytes = layout_info(matrix.layout, matrix.group_size).tile_bytes;
+  for (int64_t done = 0; done < count;) {
+    const uint8_t* unit = matrix.tile(tile) + (first + done) / blocks * unit_bytes;
+    F32 scale[L::kUnitScales], minimum[L::kUnitScales];
+    L::scales(unit, scale, minimum);
+    I32 zero = zero_form<L>(unit);
+    for (int64_t b = (first + done) % blocks; b < blocks && done < count; ++b, ++done) {
+      dot_codes<L>(unit, b, chunk.codes[done]);
+      for (int s = 0; s < L::kScales; ++s) {
+        chunk.scale[done][s] = scale[scale_index<L>(b) + s];
+        if (L::kMinimum) chunk.minimum[done][s] = minimum[scale_index<L>(b) + s];
+      }
+      if (L::kZero) chunk.zero[done] = zero;
+    }
+  }
+}
+
+// T tokens times an unpacked chunk; y [T][16] goes on where the chunk before stopped.
+template <class S, int T>
+void add_chunk(const Chunk& chunk, int64_t count, const int8_t* x, int64_t x_stride, const BlockScalars<S, T>* scalars, float* y,
+               bool fresh) {
+  F32 sums[T];
+  for (int t = 0; t < T; ++t) sums[t] = fresh ? zero_f32() : load_f32(y + kTileRows * t);
+  for (int64_t b = 0; b < count; ++b, x += kBlock, ++scalars)
+    add_block<S, T>(chunk.codes[b], chunk.scale[b], chunk.minimum[b], chunk.zero[b], x, x_stride, *scalars, sums);
+  for (int t = 0; t < T; ++t) store_f32(y + kTileRows * t, sums[t]);
+}
+
+// Calls f(Index<T>, token) for tokens in groups of T, then T / 2 … 1.
+template <int T, class F> LLMCTL_INLINE void for_groups(int64_t token, int64_t end, F f) {
+  for (; end - token >= T; token += T) f(Index<T>{}, token);
+  if constexpr (T > 1) for_groups<T / 2>(token, end, f);
+}
+
+// The shape alone decides what is done with unpacked blocks, so formats share this code.
+template <class L> struct ShapeOf {
+  using Type = Shape<L::kMaxCode, L::kScales, L::kOffset, L::kMinimum, L::kZero>;
+};
+
+template <class S>
+void add_chunk_to_all(const Chunk& chunk, int64_t first, int64_t count, const Activations& x, const uint8_t* scalars, float* y) {
+  const int64_t blocks = x.columns / kBlock;
+  for_groups<kDotTokens>(0, x.tokens, [&](auto size, int64_t token) {
+    constexpr int kSize = decltype(size)::value;
+    auto* group = (const BlockScalars<S, kSize>*)scalars;
+    add_chunk<S, kSize>(chunk, count, x.codes + token * x.columns_padded + first * kBlock, x.columns_padded, group + first,
+                        y + kTileRows * token, first == 0);
+    scalars += blocks * sizeof(BlockScalars<S, kSize>);
+  });
+}
+
+template <class S> void fill_all_scalars(const Activations& x, uint8_t* scalars) {
+  for_groups<kDotTokens>(0, x.tokens, [&](auto size, int64_t token) {
+    constexpr int kSize = decltype(size)::value;
+    fill_scalars<S, kSize>(x, token, (BlockScalars<S, kSize>*)scalars);
+    scalars += x.columns / kBlock * sizeof(BlockScalars<S, kSize>);
+  });
+}
+
+// Up to kTokenBlock tokens.
+template <class L>
+void unpacked(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y, int64_t stride) {
+  using S = typename ShapeOf<L>::Type;
+  const int64_t blocks = x.columns / kBlock;
+  const int64_t sums_bytes = x.tokens * kTileRows * sizeof(float);
+  auto* scratch = (uint8_t*)thread_scratch(sizeof(Chunk) + sums_bytes + x.tokens * blocks * sizeof(BlockScalars<S, 1>));
+  Chunk& chunk = *(Chunk*)scratch;
+  float* sums = (float*)(scratch + sizeof(Chunk));
+  uint8_t* scalars = scratch + sizeof(Chunk) + sums_bytes;
+  fill_all_scalars<S>(x, scalars);
+  for (int64_t tile = first_tile; tile < last_tile; ++tile, y += kTileRows) {
+    for (int64_t first = 0; first < blocks; first += kChunkBlocks) {
+      int64_t count = blocks - first < kChunkBlocks ? blocks - first : kChunkBlocks;
+      unpack_chunk<L>(matrix, tile, first, count, chunk);
+      add_chunk_to_all<S>(chunk, first, count, x, scalars, sums);
+    }
+    for (int64_t t = 0; t < x.tokens; ++t) store_rows(y + t * stride, load_f32(sums + kTileRows * t), matrix.rows_in(tile));
+  }
+}
+
+// Tokens first .. first + count - 1.
+LLMCTL_INLINE Activations token_range(const Activations& x, int64_t first, int64_t count) {
+  Activations part = x;
+  part.tokens = count;
+  if (x.values) part.values = x.values + first * x.value_stride;
+  if (x.codes) {
+    part.codes = x.codes + first * x.columns_padded;
+    part.scales = x.scales + first * (x.columns_padded / 32);
+    part.sums = x.sums + first * (x.columns_padded / 16);
+  }
+  return part;
+}
+
+template <class L>
+void linear_int8(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y,
+                 int64_t stride) {
+  for_8([&](auto i) {
+    constexpr int kTokens = decltype(i)::value + 1;
+    if constexpr (kTokens <= kDirectTokens)
+      if (x.tokens == kTokens) direct<L, kTokens>(matrix, first_tile, last_tile, x, y, stride);
+  });
+  if (x.tokens <= kDirectTokens) return;
+  for (int64_t token = 0; token < x.tokens; token += kTokenBlock) {
+    int64_t count = x.tokens - token < kTokenBlock ? x.tokens - token : kTokenBlock;
+    unpacked<L>(matrix, first_tile, last_tile, token_range(x, token, count), y + token * stride, stride);
+  }
+}
+
+}  // namespace llmctl::LLMCTL_ISA
