@@ -63,13 +63,14 @@ inline void round_row(const float* x, int64_t n, T* out) {
   for (int64_t i = 0; i < n; i += 16) round_to(out + i, load_f32_first(x + i, int(smaller(16, n - i))));
 }
 
-// Q8_0: d = max|x| / 127 over 32 columns, rounded to f16; codes round(x / d) by the scale before rounding.
+// Q8_0: d = max|x| / 127 over 32 columns, rounded to f16; codes round(x / d) by the scale before rounding. An infinity or a
+// NaN makes a NaN of the scale, so that it stays seen.
 inline void quantize_row(const float* x, int64_t n, int8_t* codes, uint16_t* scales) {
   for (int64_t block = 0; block * 32 < n; ++block) {
     int64_t first = block * 32, rest = smaller(32, n - first);
     F32 low = load_f32_first(x + first, int(smaller(16, rest)));
     F32 high = rest > 16 ? load_f32_first(x + first + 16, int(rest - 16)) : zero_f32();
-    float scale = reduce_max(max(abs(low), abs(high))) / 127.0f;
+    float scale = reduce_max(max(abs(low), abs(high))) / 127.0f + 0.0f * reduce_add(add(low, high));
     F32 inverse = set_f32(scale > 0 ? 1.0f / scale : 0.0f);
     store_i8(codes + first, to_i32(mul(low, inverse)));
     if (rest > 16) store_i8(codes + first + 16, to_i32(mul(high, inverse)));
@@ -204,15 +205,16 @@ inline void load_values(const KvShape& shape, const PageHead& head, int64_t firs
 inline void load(const KvPages& pages, int64_t kv_head, int64_t slot, float* key, float* value) {
   PageHead head = page_head(pages, slot / kPageTokens, kv_head);
   int64_t offset = slot % kPageTokens, dim = pages.shape.head_dim;
-  alignas(64) float tile[kMaxHeadDim * kKeyTile];
-  load_keys(pages.shape, head, tile);
-  for (int64_t d = 0; d < dim; ++d) key[d] = tile[d * kKeyTile + offset];
-  load_values(pages.shape, head, offset, offset + 1, 0, tile);
-  int64_t width = padded_head_dim(dim);
-  for (int64_t d = 0; d < dim; ++d) {
-    int64_t panel = d / 64 * 64, columns = smaller(64, width - panel);
-    value[d] = tile[panel * kKeyTile + offset * columns + d - panel];
-  }
+  with_element(pages.shape.type, [&](auto element) {
+    using T = decltype(element);
+    float scales[kMaxPageScales], tokens[kPageTokens];
+    for (int64_t d = 0; d < dim; ++d) {
+      store_f32(tokens, PageKeys<T>{&head}.at(d, 0));
+      key[d] = tokens[offset];
+    }
+    auto values = page_values<T>(pages.shape, head, offset, scales);
+    for (int64_t d = 0; d < dim; d += 16) store_f32_first(value + d, values.at(0, int(d / 16)), int(smaller(16, dim - d)));
+  });
 }
 
 }  // namespace llmctl::LLMCTL_ISA

@@ -245,8 +245,7 @@ def test_what_a_query_does_not_see_leaves_no_trace(isa: str, type: str) -> None:
     spoilt.values[0][100:] = np.nan
     before, after = clean.attend([(0, 130)]), spoilt.attend([(0, 130)])
     np.testing.assert_array_equal(after[:100], before[:100])
-    if type != "q8_0":  # a block of codes has no NaN
-        assert np.isnan(after[100:]).all()
+    assert np.isnan(after[100:]).all()
 
 
 @every_isa
