@@ -8,6 +8,7 @@ void bind_pool(nb::module_& m);
 void bind_pack(nb::module_& m);
 void bind_sample(nb::module_& m);
 void bind_bandwidth(nb::module_& m);
+void bind_linear(nb::module_& m);
 }  // namespace llmctl
 
 NB_MODULE(_native, m) {
@@ -16,4 +17,5 @@ NB_MODULE(_native, m) {
   llmctl::bind_pack(m);
   llmctl::bind_sample(m);
   llmctl::bind_bandwidth(m);
+  llmctl::bind_linear(m);
 }

@@ -55,7 +55,8 @@ struct LayoutInfo {
   int64_t tile_bytes;
 };
 
-inline LayoutInfo layout_info(Layout layout, int64_t group_size = 0) {
+// Internal linkage, here and below: a copy compiled for one instruction set must not serve the others.
+static inline LayoutInfo layout_info(Layout layout, int64_t group_size = 0) {
   switch (layout) {
     case Layout::F32: return {"F32", 1, 64};
     case Layout::F16: return {"F16", 1, 32};
@@ -88,13 +89,13 @@ struct PackedMatrix {
   int64_t group_size;   // I4 and I8 only, a multiple of 32; else 0
   const uint8_t* data;
 
-  int64_t tiles() const { return (rows + kTileRows - 1) / kTileRows; }
-  int64_t tile_bytes() const {
+  [[gnu::always_inline]] int64_t tiles() const { return (rows + kTileRows - 1) / kTileRows; }
+  [[gnu::always_inline]] int64_t tile_bytes() const {
     LayoutInfo info = layout_info(layout, group_size);
     return columns / info.columns * info.tile_bytes;
   }
-  const uint8_t* tile(int64_t index) const { return data + index * tile_bytes(); }
-  int64_t rows_in(int64_t tile) const {
+  [[gnu::always_inline]] const uint8_t* tile(int64_t index) const { return data + index * tile_bytes(); }
+  [[gnu::always_inline]] int64_t rows_in(int64_t tile) const {
     int64_t left = rows - tile * kTileRows;
     return left < kTileRows ? left : kTileRows;
   }

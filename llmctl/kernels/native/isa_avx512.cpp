@@ -1,0 +1,3 @@
+#include "simd/avx512.hpp"
+//
+#include "isa.inl.hpp"

@@ -1,0 +1,3 @@
+#include "simd/avx2.hpp"
+//
+#include "isa.inl.hpp"

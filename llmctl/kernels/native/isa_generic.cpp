@@ -1,0 +1,3 @@
+#include "simd/generic.hpp"
+//
+#include "isa.inl.hpp"

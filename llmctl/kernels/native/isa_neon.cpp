@@ -1,0 +1,3 @@
+#include "simd/neon.hpp"
+//
+#include "isa.inl.hpp"
