@@ -161,7 +161,8 @@ inline U8 look_up(U8 table, U8 index) {   // index 0 to 15
   return {_mm256_shuffle_epi8(table.lo, index.lo), _mm256_shuffle_epi8(table.hi, index.hi)};
 }
 template <int N> I32 byte_i32(U8 a) {   // byte N of every lane
-  __m256i pick = _mm256_set1_epi32((int)(0x80808000u | N));
+  const int at = (int)(0x80808000u | N);   // the others become 0
+  __m256i pick = _mm256_setr_epi32(at, at + 4, at + 8, at + 12, at, at + 4, at + 8, at + 12);
   return {_mm256_shuffle_epi8(a.lo, pick), _mm256_shuffle_epi8(a.hi, pick)};
 }
 inline I32 mul_i16(I32 a, I32 b) { return {_mm256_madd_epi16(a.lo, b.lo), _mm256_madd_epi16(a.hi, b.hi)}; }

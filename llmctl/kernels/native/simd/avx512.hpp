@@ -99,7 +99,9 @@ template <int N> U8 shift_left(U8 a) { return {_mm512_slli_epi16(a.v, N)}; }
 inline U8 load_table(const uint8_t* p) { return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))}; }
 inline U8 look_up(U8 table, U8 index) { return {_mm512_shuffle_epi8(table.v, index.v)}; }   // index 0 to 15
 template <int N> I32 byte_i32(U8 a) {   // byte N of every lane
-  return {N == 3 ? _mm512_srli_epi32(a.v, 24) : _mm512_shuffle_epi8(a.v, _mm512_set1_epi32((int)(0x80808000u | N)))};
+  const int at = (int)(0x80808000u | N);   // the others become 0
+  if (N == 3) return {_mm512_srli_epi32(a.v, 24)};
+  return {_mm512_shuffle_epi8(a.v, _mm512_set4_epi32(at + 12, at + 8, at + 4, at))};
 }
 // a * b where a fits 16 unsigned bits read as int16 and b fits int16.
 inline I32 mul_i16(I32 a, I32 b) { return {_mm512_madd_epi16(a.v, b.v)}; }
