@@ -6,6 +6,7 @@ namespace nb = nanobind;
 namespace llmctl {
 void bind_pool(nb::module_& m);
 void bind_pack(nb::module_& m);
+void bind_program(nb::module_& m);
 void bind_sample(nb::module_& m);
 void bind_bandwidth(nb::module_& m);
 void bind_linear(nb::module_& m);
@@ -15,6 +16,7 @@ NB_MODULE(_native, m) {
   m.doc() = "llmctl's native CPU kernels";
   llmctl::bind_pool(m);
   llmctl::bind_pack(m);
+  llmctl::bind_program(m);
   llmctl::bind_sample(m);
   llmctl::bind_bandwidth(m);
   llmctl::bind_linear(m);
