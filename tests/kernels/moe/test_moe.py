@@ -1,0 +1,169 @@
+"""moe: the reference against a sum written out, native code against the reference on every instruction set."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from test_routing import ROUTINGS
+
+from llmctl.kernels.formats.codecs import dequantize, quantize
+from llmctl.kernels.formats.quant_tensor import QuantTensor
+from llmctl.kernels.formats.spec import FORMATS
+from llmctl.kernels.moe import Routing
+from llmctl.kernels.moe._reference import moe, route
+from llmctl.kernels.swiglu import ACTIVATIONS
+
+pytest.importorskip("llmctl.kernels.native._native", reason="the native extension is not built")
+
+from llmctl.kernels.linear._native import pack_weight
+from llmctl.kernels.moe._native import make_moe
+from llmctl.kernels.native import _native as native
+
+HIDDEN, INTERMEDIATE = 96, 160
+MIXTRAL = ROUTINGS["mixtral"]
+each_isa = pytest.mark.parametrize("isa", native.available_isas())
+
+
+@cache
+def weights(name: str, experts: int = 8, intermediate: int = INTERMEDIATE) -> dict[str, QuantTensor | np.ndarray]:
+    """gate, up and down of random experts in one format."""
+    rng = np.random.default_rng(5)
+    shapes = {"gate": (intermediate, HIDDEN), "up": (intermediate, HIDDEN), "down": (HIDDEN, intermediate)}
+    return {
+        part: quantize(rng.standard_normal((experts, *shape)).astype(np.float32) * shape[1] ** -0.5, FORMATS[name])
+        for part, shape in shapes.items()
+    }
+
+
+def inputs(tokens: int, experts: int = 8, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return (
+        rng.standard_normal((tokens, HIDDEN)).astype(np.float32),
+        rng.standard_normal((tokens, experts)).astype(np.float32),
+    )
+
+
+def expected(parts: dict, x: np.ndarray, logits: np.ndarray, routing: Routing, activation: str) -> np.ndarray:
+    tensors = [torch.from_numpy(dequantize(parts[part])) for part in ("gate", "up", "down")]
+    return moe(torch.from_numpy(x), torch.from_numpy(logits), *tensors, routing, activation).numpy()
+
+
+def packed(parts: dict) -> list:
+    return [pack_weight(parts[part]) for part in ("gate", "up", "down")]
+
+
+def run(parts: dict, x: np.ndarray, logits: np.ndarray, routing: Routing = MIXTRAL, threads: int = 2, **options) -> np.ndarray:
+    options = {"activation": "silu", **options}
+    return make_moe(native.ThreadPool(threads), *packed(parts), routing, **options).run(x, logits)
+
+
+def relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+
+def test_reference_is_the_weighted_sum_of_the_chosen_experts() -> None:
+    x, logits = inputs(5)
+    parts = {name: torch.from_numpy(part) for name, part in weights("F32").items()}
+    experts, shares = route(torch.from_numpy(logits), MIXTRAL)
+    y = moe(torch.from_numpy(x), torch.from_numpy(logits), *parts.values(), MIXTRAL, "silu")
+    for t in range(5):
+        total = torch.zeros(HIDDEN)
+        for e, share in zip(experts[t], shares[t], strict=True):
+            gate, up = parts["gate"][e] @ x[t], parts["up"][e] @ x[t]
+            total += share * (parts["down"][e] @ (gate * gate.sigmoid() * up))
+        np.testing.assert_allclose(y[t], total, rtol=1e-4, atol=1e-5)
+
+
+@each_isa
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("name", ["F32", "F16", "Q4_0", "Q8_0"])
+def test_float_activations_equal_the_reference(isa: str, tokens: int, name: str) -> None:
+    x, logits = inputs(tokens)
+    got = run(weights(name), x, logits, int8=False, isa=isa)
+    assert relative_error(got, expected(weights(name), x, logits, MIXTRAL, "silu")) < 2e-5
+
+
+@each_isa
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0"])
+def test_int8_activations_come_near(isa: str, name: str) -> None:
+    x, logits = inputs(33)
+    got = run(weights(name), x, logits, isa=isa)
+    assert 1e-6 < relative_error(got, expected(weights(name), x, logits, MIXTRAL, "silu")) < 2e-2
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation: str) -> None:
+    x, logits = inputs(4)
+    got = run(weights("F32"), x, logits, activation=activation)
+    assert relative_error(got, expected(weights("F32"), x, logits, MIXTRAL, activation)) < 2e-5
+
+
+@pytest.mark.parametrize("name", ["olmoe", "one", "deepseek-v2", "deepseek-v3"])
+def test_every_routing(name: str) -> None:
+    routing = ROUTINGS[name]
+    x, logits = inputs(20, experts=16)
+    parts = weights("F32", experts=16)
+    got = run(parts, x, logits, routing)
+    assert relative_error(got, expected(parts, x, logits, routing, "silu")) < 2e-5
+
+
+@each_isa
+def test_a_token_does_not_depend_on_the_others_or_on_threads(isa: str) -> None:
+    x, logits = inputs(300)
+    logits[:280, 3] += 20  # one expert has more tokens than a piece of work, others few or none
+    parts = weights("Q4_0")
+    together = run(parts, x, logits, isa=isa, threads=3)
+    experts = make_moe(native.ThreadPool(1), *packed(parts), MIXTRAL, "silu", isa=isa)
+    for first, last in ((0, 1), (1, 9), (9, 150), (299, 300), (0, 300)):
+        assert np.array_equal(experts.run(x[first:last], logits[first:last]), together[first:last])
+
+
+def test_odd_sizes_and_mixed_formats() -> None:
+    parts = {
+        "gate": weights("Q4_0", intermediate=72)["gate"],
+        "up": weights("F16", intermediate=72)["up"],
+        "down": weights("F32", intermediate=72)["down"],
+    }
+    x, logits = inputs(11)
+    assert relative_error(run(parts, x, logits, int8=False), expected(parts, x, logits, MIXTRAL, "silu")) < 2e-5
+    assert relative_error(run(parts, x, logits), expected(parts, x, logits, MIXTRAL, "silu")) < 2e-2
+
+
+def test_experts_may_be_weights_of_their_own() -> None:
+    parts, (x, logits) = weights("Q8_0"), inputs(6)
+    apart = [
+        [pack_weight(QuantTensor(tensor.format, tensor.shape[1:], blocks)) for blocks in tensor.blocks]
+        for tensor in parts.values()
+    ]
+    got = make_moe(native.ThreadPool(2), *apart, MIXTRAL, "silu").run(x, logits)
+    assert np.array_equal(got, run(parts, x, logits))
+
+
+def test_no_tokens_and_no_numbers() -> None:
+    x, logits = inputs(3)
+    assert run(weights("Q8_0"), x[:0], logits[:0]).shape == (0, HIDDEN)
+    x[1, 5] = np.nan
+    logits[2] = np.nan
+    y = run(weights("Q8_0"), x, logits)
+    assert np.isfinite(y[0]).all()
+    assert np.isnan(y[1]).all()
+    assert np.isnan(y[2]).all()
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    gate, up, down = packed(weights("Q8_0"))
+    pool = native.ThreadPool(1)
+    for wrong, message in (((gate, up, gate), "hidden size"), ((gate, down, down), "hidden size"), ((gate, [], down), "expert")):
+        with pytest.raises(ValueError, match=message):
+            make_moe(pool, *wrong, MIXTRAL, "silu")
+    with pytest.raises(ValueError, match="activation must be"):
+        make_moe(pool, gate, up, down, MIXTRAL, "relu")
+    experts = make_moe(pool, gate, up, down, MIXTRAL, "silu")
+    x, logits = inputs(2)
+    with pytest.raises(ValueError, match="hidden size"):
+        experts.run(x[:, :-1].copy(), logits)
+    with pytest.raises(ValueError, match="one router logit"):
+        experts.run(x, logits[:, :-1].copy())
