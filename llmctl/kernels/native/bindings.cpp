@@ -10,6 +10,7 @@ void bind_program(nb::module_& m);
 void bind_sample(nb::module_& m);
 void bind_bandwidth(nb::module_& m);
 void bind_linear(nb::module_& m);
+void bind_moe(nb::module_& m);
 }  // namespace llmctl
 
 NB_MODULE(_native, m) {
@@ -20,4 +21,5 @@ NB_MODULE(_native, m) {
   llmctl::bind_sample(m);
   llmctl::bind_bandwidth(m);
   llmctl::bind_linear(m);
+  llmctl::bind_moe(m);
 }

@@ -23,19 +23,21 @@ from llmctl.kernels.moe._native import make_moe
 from llmctl.kernels.native import _native as native
 
 HIDDEN, INTERMEDIATE = 96, 160
+PARTS = ("gate", "up", "down")
 MIXTRAL = ROUTINGS["mixtral"]
 each_isa = pytest.mark.parametrize("isa", native.available_isas())
 
 
 @cache
-def weights(name: str, experts: int = 8, intermediate: int = INTERMEDIATE) -> dict[str, QuantTensor | np.ndarray]:
-    """gate, up and down of random experts in one format."""
-    rng = np.random.default_rng(5)
-    shapes = {"gate": (intermediate, HIDDEN), "up": (intermediate, HIDDEN), "down": (HIDDEN, intermediate)}
-    return {
-        part: quantize(rng.standard_normal((experts, *shape)).astype(np.float32) * shape[1] ** -0.5, FORMATS[name])
-        for part, shape in shapes.items()
-    }
+def weight(part: str, name: str, experts: int = 8, intermediate: int = INTERMEDIATE) -> QuantTensor | np.ndarray:
+    """gate, up or down of random experts in one format."""
+    shape = (HIDDEN, intermediate) if part == "down" else (intermediate, HIDDEN)
+    values = np.random.default_rng(PARTS.index(part)).standard_normal((experts, *shape)).astype(np.float32)
+    return quantize(values * shape[1] ** -0.5, FORMATS[name])
+
+
+def weights(name: str, experts: int = 8) -> dict[str, QuantTensor | np.ndarray]:
+    return {part: weight(part, name, experts) for part in PARTS}
 
 
 def inputs(tokens: int, experts: int = 8, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -47,12 +49,12 @@ def inputs(tokens: int, experts: int = 8, seed: int = 0) -> tuple[np.ndarray, np
 
 
 def expected(parts: dict, x: np.ndarray, logits: np.ndarray, routing: Routing, activation: str) -> np.ndarray:
-    tensors = [torch.from_numpy(dequantize(parts[part])) for part in ("gate", "up", "down")]
+    tensors = [torch.from_numpy(dequantize(parts[part])) for part in PARTS]
     return moe(torch.from_numpy(x), torch.from_numpy(logits), *tensors, routing, activation).numpy()
 
 
 def packed(parts: dict) -> list:
-    return [pack_weight(parts[part]) for part in ("gate", "up", "down")]
+    return [pack_weight(parts[part]) for part in PARTS]
 
 
 def run(parts: dict, x: np.ndarray, logits: np.ndarray, routing: Routing = MIXTRAL, threads: int = 2, **options) -> np.ndarray:
@@ -65,10 +67,10 @@ def relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def test_reference_is_the_weighted_sum_of_the_chosen_experts() -> None:
-    x, logits = inputs(5)
+    x, logits = map(torch.from_numpy, inputs(5))
     parts = {name: torch.from_numpy(part) for name, part in weights("F32").items()}
-    experts, shares = route(torch.from_numpy(logits), MIXTRAL)
-    y = moe(torch.from_numpy(x), torch.from_numpy(logits), *parts.values(), MIXTRAL, "silu")
+    experts, shares = route(logits, MIXTRAL)
+    y = moe(x, logits, *parts.values(), MIXTRAL, "silu")
     for t in range(5):
         total = torch.zeros(HIDDEN)
         for e, share in zip(experts[t], shares[t], strict=True):
@@ -123,9 +125,9 @@ def test_a_token_does_not_depend_on_the_others_or_on_threads(isa: str) -> None:
 
 def test_odd_sizes_and_mixed_formats() -> None:
     parts = {
-        "gate": weights("Q4_0", intermediate=72)["gate"],
-        "up": weights("F16", intermediate=72)["up"],
-        "down": weights("F32", intermediate=72)["down"],
+        "gate": weight("gate", "Q4_0", intermediate=72),
+        "up": weight("up", "F16", intermediate=72),
+        "down": weight("down", "F32", intermediate=72),
     }
     x, logits = inputs(11)
     assert relative_error(run(parts, x, logits, int8=False), expected(parts, x, logits, MIXTRAL, "silu")) < 2e-5

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from packing import pack, pack_groups
 
 from llmctl.kernels.formats.spec import FORMATS
 
@@ -37,6 +38,13 @@ def test_blocks_return_bit_for_bit(layout: str, rows: int) -> None:
         assert np.array_equal(packed(layout, stored, columns).to_blocks(), stored)
 
 
+@pytest.mark.parametrize("layout", BLOCK_LAYOUTS + PLAIN_LAYOUTS)
+def test_tiles_are_those_of_the_layout_written_down_twice(layout: str) -> None:
+    for rows in (5, 16, 37):
+        stored = random_rows(layout, rows, 512)
+        assert np.array_equal(packed(layout, stored, 512).tiles, pack(layout, stored))
+
+
 @pytest.mark.parametrize("layout", PLAIN_LAYOUTS)
 @pytest.mark.parametrize("columns", [1, 7, 16, 33, 100])
 def test_plain_numbers_return_bit_for_bit(layout: str, columns: int) -> None:
@@ -65,6 +73,8 @@ def test_packed_integers_return_with_their_scales_and_zero_points(bits: int, col
         zeros = rng.integers(0, 1 << bits, scales.shape, dtype=np.uint8)
         weight = native.PackedWeight(f"I{bits}", rows, columns, group_size)
         weight.store_groups(codes, scales, zeros)
+        columns_of = codes if bits == 8 else np.stack([codes & 15, codes >> 4], axis=-1).reshape(rows, columns)
+        assert np.array_equal(weight.tiles, pack_groups(bits, columns_of, scales, zeros))
         for restored, stored in zip(weight.to_groups(), (codes, scales, zeros), strict=True):
             assert np.array_equal(restored, stored)
 
