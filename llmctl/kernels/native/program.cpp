@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "quantized_rows.hpp"
+
 namespace llmctl {
 namespace {
 
@@ -11,33 +13,6 @@ constexpr int64_t kOwnRows = 8192;           // elements up to which every worke
 constexpr int64_t kCodesInCache = 1 << 20;   // bytes of activations that stay in a core's second-level cache
 constexpr int64_t kChunksPerWorker = 4;
 constexpr int64_t kPrefillTiles = 4;         // tiles in one chunk of work where many tokens share it
-
-int64_t padded(int64_t columns) { return (columns + 63) / 64 * 64; }
-bool is_plain(Layout layout) { return layout == Layout::F32 || layout == Layout::F16 || layout == Layout::BF16; }
-
-// Activations of some rows in int8, in memory of its own.
-struct QuantizedRows {
-  AlignedArray<int8_t> codes;
-  AlignedArray<float> scales;
-  AlignedArray<int32_t> sums;
-
-  void reserve(int64_t rows, int64_t columns) {
-    codes.reserve(rows * padded(columns));
-    scales.reserve(rows * padded(columns) / 32);
-    sums.reserve(rows * padded(columns) / 16);
-  }
-  void quantize(const Kernels& kernels, const float* x, int64_t row, int64_t columns) {
-    const int64_t wide = padded(columns);
-    kernels.quantize_activations(x, columns, wide, codes.get() + row * wide, scales.get() + row * wide / 32,
-                                 sums.get() + row * wide / 16);
-  }
-  Activations rows(int64_t first, int64_t count, int64_t columns) const {
-    const int64_t wide = padded(columns);
-    return {count, columns, wide, nullptr, 0, codes.get() + first * wide, scales.get() + first * wide / 32,
-            sums.get() + first * wide / 16};
-  }
-  int64_t bytes() const { return codes.bytes() + scales.bytes() + sums.bytes(); }
-};
 
 }  // namespace
 
@@ -89,7 +64,7 @@ struct Program::MatrixPhase : Program::Phase {
     own_rows = num_rows * widest <= kOwnRows;
     block = num_rows;
     if (input >= 0) {
-      block = std::max<int64_t>(64, kCodesInCache / padded(columns) / 16 * 16);
+      block = std::max<int64_t>(64, kCodesInCache / padded_columns(columns) / 16 * 16);
       block = std::min(block, std::max<int64_t>(num_rows, 1));
       if (needs_codes && !own_rows) shared.reserve(num_rows, columns);
       list_chunks(program);
@@ -184,7 +159,7 @@ struct Program::MatrixPhase : Program::Phase {
   Activations activations(Program& program, Worker& worker, const Segment& segment, int64_t first, int64_t count) {
     if (program.int8_ && !is_plain(segment.matrix.layout))
       return (own_rows ? worker.quantized : shared).rows(first, count, columns);
-    return {count, columns, padded(columns), worker.view[input] + first * columns, columns, nullptr, nullptr, nullptr};
+    return {count, columns, padded_columns(columns), worker.view[input] + first * columns, columns, nullptr, nullptr, nullptr};
   }
 
   void run_chunk(Program& program, Worker& worker, const Chunk& chunk, int64_t first, int64_t count) {
