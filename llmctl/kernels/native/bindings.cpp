@@ -8,6 +8,8 @@ void bind_pool(nb::module_& m);
 void bind_pack(nb::module_& m);
 void bind_program(nb::module_& m);
 void bind_sample(nb::module_& m);
+void bind_attention(nb::module_& m);
+void bind_vector_ops(nb::module_& m);
 void bind_bandwidth(nb::module_& m);
 void bind_linear(nb::module_& m);
 void bind_moe(nb::module_& m);
@@ -19,6 +21,8 @@ NB_MODULE(_native, m) {
   llmctl::bind_pack(m);
   llmctl::bind_program(m);
   llmctl::bind_sample(m);
+  llmctl::bind_attention(m);
+  llmctl::bind_vector_ops(m);
   llmctl::bind_bandwidth(m);
   llmctl::bind_linear(m);
   llmctl::bind_moe(m);

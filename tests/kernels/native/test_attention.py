@@ -17,19 +17,7 @@ native = pytest.importorskip("llmctl.kernels.native._native", reason="the native
 
 PAGE = 16
 TYPES = ["f32", "f16", "bf16", "q8_0"]
-
-
-def has(isa: str) -> bool:
-    """Whether this build and this machine have the instruction set."""
-    try:
-        native.scale(isa, np.ones(1, np.float32), 1.0)
-    except ValueError:
-        return False
-    return True
-
-
-ISAS = [isa for isa in ("generic", "avx2", "avxvnni", "avx512", "neon") if has(isa)]
-every_isa = pytest.mark.parametrize("isa", ISAS)
+every_isa = pytest.mark.parametrize("isa", native.available_isas())
 
 
 @dataclass

@@ -13,18 +13,7 @@ native = pytest.importorskip("llmctl.kernels.native._native", reason="the native
 
 LENGTHS = [1, 3, 15, 16, 17, 48, 63, 64, 65, 80, 127, 576, 1000]
 ULP = 2.0**-23
-
-
-def has(isa: str) -> bool:
-    """Whether this build and this machine have the instruction set."""
-    try:
-        native.scale(isa, np.ones(1, np.float32), 1.0)
-    except ValueError:
-        return False
-    return True
-
-
-every_isa = pytest.mark.parametrize("isa", [isa for isa in ("generic", "avx2", "avxvnni", "avx512", "neon") if has(isa)])
+every_isa = pytest.mark.parametrize("isa", native.available_isas())
 every_length = pytest.mark.parametrize("n", LENGTHS)
 
 
