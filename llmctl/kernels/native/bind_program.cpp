@@ -189,6 +189,13 @@ void bind_program(nb::module_& m) {
              self.program.add_attention_phase(queries, out, pages_of(self, pages), num_heads, scale, window, softcap);
            })
       .def("run", &run)
+      .def("time_phases", [](OwningProgram& self, bool on) { self.program.time_phases(on); })
+      .def_prop_ro("times",
+                   [](const OwningProgram& self) {   // (row operations, work, waiting) of every phase, in seconds
+                     std::vector<std::vector<double>> times;
+                     for (const auto& t : self.program.times()) times.push_back({t.rows, t.work, t.wait});
+                     return times;
+                   })
       .def_prop_ro("nbytes", [](const OwningProgram& self) { return self.program.bytes(); });
 }
 

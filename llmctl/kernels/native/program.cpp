@@ -1,6 +1,7 @@
 #include "program.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 
@@ -11,8 +12,10 @@ namespace {
 
 constexpr int64_t kOwnRows = 8192;           // elements up to which every worker computes the rows for itself
 constexpr int64_t kCodesInCache = 1 << 20;   // bytes of activations that stay in a core's second-level cache
-constexpr int64_t kChunksPerWorker = 4;
-constexpr int64_t kPrefillTiles = 4;         // tiles in one chunk of work where many tokens share it
+constexpr int64_t kChunksPerWorker = 8;
+constexpr int64_t kMostTiles = 64;           // tiles in one chunk of work
+constexpr int64_t kPrefillTiles = 8;         // the same where many tokens share it
+constexpr int64_t kPrefetch = 32 << 10;      // bytes of the next phase's weights that are asked for before meeting
 
 }  // namespace
 
@@ -27,10 +30,61 @@ struct Program::Worker {
   AlignedArray<float> attention;
 };
 
+// Pieces of work numbered from 0, taken by the workers. Each has a range of its own, so that it reads memory in one stream,
+// and helps the others when that is done.
+class WorkQueue {
+ public:
+  void restart(int64_t items, int workers) {
+    if (!next_) next_ = std::make_unique<Counter[]>(workers);
+    items_ = items;
+    workers_ = workers;
+    for (int i = 0; i < workers; i++) next_[i].value.store(begin(i), std::memory_order_relaxed);
+  }
+  int64_t begin(int worker) const { return items_ * worker / workers_; }
+  // The next piece for a worker that is helping the `helped`-th range after its own; -1 where nothing is left.
+  int64_t take(int worker, int& helped) {
+    for (; helped < workers_; helped++) {
+      const int range = (worker + helped) % workers_;
+      const int64_t item = next_[range].value.fetch_add(1, std::memory_order_relaxed);
+      if (item < begin(range + 1)) return item;
+    }
+    return -1;
+  }
+
+ private:
+  struct alignas(64) Counter {
+    std::atomic<int64_t> value{0};
+  };
+  std::unique_ptr<Counter[]> next_;
+  int64_t items_ = 0;
+  int workers_ = 1;
+};
+
+// Adds the time since the last mark to one of a phase's sums; does nothing where nobody asked for times.
+class Stopwatch {
+ public:
+  explicit Stopwatch(Program::PhaseTime* times) : times_(times) {
+    if (times_) last_ = std::chrono::steady_clock::now();
+  }
+  void mark(double Program::PhaseTime::* sum) {
+    if (!times_) return;
+    const auto now = std::chrono::steady_clock::now();
+    times_->*sum += std::chrono::duration<double>(now - last_).count();
+    last_ = now;
+  }
+
+ private:
+  Program::PhaseTime* times_;
+  std::chrono::steady_clock::time_point last_;
+};
+
 struct Program::Phase {
+  int number = 0;   // its place in the program
   virtual ~Phase() = default;
   virtual void prepare(Program& program) = 0;   // before every run, on the calling thread
   virtual void run(Program& program, int worker) = 0;
+  // Asks for the memory this phase begins with; false where it has none to ask for and the next one should.
+  virtual bool prefetch(int) const { return false; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -43,7 +97,7 @@ struct Program::MatrixPhase : Program::Phase {
   bool needs_codes = false;
   std::vector<int> outputs;   // buffers that `before` fills
 
-  int64_t num_rows = 0, columns = 0, block = 0;
+  int64_t num_rows = -1, columns = 0, block = 0;
   bool own_rows = false;
   QuantizedRows shared;
   struct Chunk {
@@ -51,13 +105,19 @@ struct Program::MatrixPhase : Program::Phase {
     int64_t first_tile, last_tile;
   };
   std::vector<Chunk> chunks;
-  int64_t chunk_tokens = -1;   // what the list of chunks was made for
   std::atomic<int64_t> next_rows{0}, next_item{0};
+  WorkQueue queue;   // of chunks, where the rows are few
 
   void prepare(Program& program) override {
-    num_rows = program.rows_of(domain);
     next_rows.store(0, std::memory_order_relaxed);
     next_item.store(0, std::memory_order_relaxed);
+    if (num_rows != program.rows_of(domain)) fit(program);
+    if (own_rows) queue.restart(static_cast<int64_t>(chunks.size()), program.pool_->size());
+  }
+
+  // Makes room for another number of rows, and divides the work for it.
+  void fit(Program& program) {
+    num_rows = program.rows_of(domain);
     columns = input < 0 ? 0 : program.buffers_[input].width;
     int64_t widest = columns;
     for (int output : outputs) widest = std::max(widest, program.buffers_[output].width);
@@ -91,14 +151,11 @@ struct Program::MatrixPhase : Program::Phase {
 
   // Splits the segments' tiles into pieces of work. More tokens make a tile heavier, so pieces become smaller.
   void list_chunks(const Program& program) {
-    const bool many = num_rows > 8;
-    if (chunk_tokens == static_cast<int64_t>(many)) return;
-    chunk_tokens = many;
     chunks.clear();
     int64_t total = 0;
     for (const Segment& segment : segments) total += segment.matrix.tiles();
     const int64_t pieces = kChunksPerWorker * program.pool_->size();
-    const int64_t wanted = many ? kPrefillTiles : std::clamp<int64_t>(total / pieces, 1, 64);
+    const int64_t wanted = std::clamp<int64_t>(total / pieces, 1, num_rows > 8 ? kPrefillTiles : kMostTiles);
     for (size_t i = 0; i < segments.size(); i++) {
       const int64_t unit = std::max<int64_t>(1, segments[i].head_dim / kTileRows);
       const int64_t step = std::max<int64_t>(1, wanted / unit) * unit;
@@ -109,15 +166,21 @@ struct Program::MatrixPhase : Program::Phase {
 
   void run(Program& program, int number) override {
     Worker& worker = *program.workers_[number];
+    Stopwatch watch = program.stopwatch(*this, number);
     if (own_rows) {
       compute_own_rows(program, worker, number);
     } else if (!before.empty() || needs_codes) {
       share_rows(program, worker);
       program.pool_->barrier();
     }
-    if (input >= 0) run_chunks(program, worker);
+    watch.mark(&PhaseTime::rows);
+    if (input >= 0 && own_rows) run_own_chunks(program, worker, number);
+    if (input >= 0 && !own_rows) run_chunks(program, worker);
     if (own_rows) restore_view(program, worker);
+    program.prefetch_after(*this, number);
+    watch.mark(&PhaseTime::work);
     program.pool_->barrier();
+    watch.mark(&PhaseTime::wait);
   }
 
   void restore_view(Program& program, Worker& worker) {
@@ -148,6 +211,12 @@ struct Program::MatrixPhase : Program::Phase {
     if (needs_codes) codes.quantize(*program.kernels_, worker.view[input] + row * columns, row, columns);
   }
 
+  void run_own_chunks(Program& program, Worker& worker, int number) {
+    int helped = 0;
+    for (int64_t item; (item = queue.take(number, helped)) >= 0;) run_chunk(program, worker, chunks[item], 0, num_rows);
+  }
+
+  // Blocks of tokens whose activations stay in the cache, one after the other; within each all chunks.
   void run_chunks(Program& program, Worker& worker) {
     const int64_t blocks = (num_rows + block - 1) / block, per_block = static_cast<int64_t>(chunks.size());
     for (int64_t item; (item = next_item.fetch_add(1)) < blocks * per_block;) {
@@ -220,6 +289,17 @@ struct Program::MatrixPhase : Program::Phase {
                                  segment.is_value ? head : nullptr);
       }
     }
+  }
+
+  // The weights this worker begins with: memory fetches them while the workers meet and compute their rows.
+  bool prefetch(int worker) const override {
+    if (!own_rows || input < 0 || chunks.empty()) return true;
+    const Chunk& chunk = chunks[std::min<int64_t>(queue.begin(worker), static_cast<int64_t>(chunks.size()) - 1)];
+    const PackedMatrix& matrix = segments[chunk.segment].matrix;
+    const int64_t bytes = std::min(kPrefetch, (chunk.last_tile - chunk.first_tile) * matrix.tile_bytes());
+    const uint8_t* data = matrix.tile(chunk.first_tile);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i, 0, 2);
+    return true;
   }
 
   static void rotate(Program& program, Worker& worker, const Kernels& kernels, int cos, int sin, int64_t row, float* head) {
@@ -300,13 +380,19 @@ struct Program::AttentionPhase : Program::Phase {
     const AttentionKernels& kernels = *program.kernels_->attention;
     const AttentionCall call = describe(program);
     Worker& worker = *program.workers_[number];
+    Stopwatch watch = program.stopwatch(*this, number);
     for (int64_t i; (i = next_item.fetch_add(1)) < static_cast<int64_t>(work.items.size());)
       kernels.run(call, work.items[i], worker.attention.get(), program.partials_.get());
+    program.prefetch_after(*this, number);
+    watch.mark(&PhaseTime::work);
     program.pool_->barrier();
+    watch.mark(&PhaseTime::wait);
     if (work.merges.empty()) return;
     for (int64_t i; (i = next_merge.fetch_add(1)) < static_cast<int64_t>(work.merges.size());)
       kernels.merge(call, work.merges[i], program.partials_.get());
+    watch.mark(&PhaseTime::work);
     program.pool_->barrier();
+    watch.mark(&PhaseTime::wait);
   }
 
   AttentionCall describe(Program& program) const {
@@ -326,6 +412,25 @@ Program::Program(std::shared_ptr<ThreadPool> pool, const Kernels* kernels, bool 
 
 Program::~Program() = default;
 
+void Program::time_phases(bool on) {
+  timed_ = on;
+  times_.assign(phases_.size(), {});
+}
+
+void Program::prefetch_after(const Phase& phase, int worker) const {
+  for (size_t next = phase.number + 1; next < phases_.size(); next++)
+    if (phases_[next]->prefetch(worker)) return;
+}
+
+Stopwatch Program::stopwatch(const Phase& phase, int worker) {
+  return Stopwatch(timed_ && worker == 0 ? &times_[phase.number] : nullptr);
+}
+
+void Program::add_phase(std::unique_ptr<Phase> phase) {
+  phase->number = static_cast<int>(phases_.size());
+  phases_.push_back(std::move(phase));
+}
+
 int Program::add_buffer(int64_t width, Domain domain) {
   buffers_.push_back({width, domain, {}});
   return static_cast<int>(buffers_.size()) - 1;
@@ -344,7 +449,7 @@ void Program::add_matrix_phase(Domain domain, std::vector<RowOp> before, int inp
   }
   phase->before = std::move(before);
   phase->segments = std::move(segments);
-  phases_.push_back(std::move(phase));
+  add_phase(std::move(phase));
 }
 
 int Program::shared_plan(const KvShape& shape, int64_t num_heads, int64_t window) {
@@ -368,7 +473,7 @@ void Program::add_attention_phase(int queries, int out, const KvPages* pages, in
   phase->window = window;
   phase->softcap = softcap;
   phase->plan = shared_plan(pages->shape, num_heads, window);
-  phases_.push_back(std::move(phase));
+  add_phase(std::move(phase));
 }
 
 void Program::prepare() {

@@ -88,6 +88,8 @@ struct StepInput {
   std::vector<Frequencies> frequencies;
 };
 
+class Stopwatch;
+
 class Program {
  public:
   // int8: activations of quantized weights are rounded to int8; otherwise everything is float32.
@@ -104,6 +106,14 @@ class Program {
   const float* data(int buffer) const { return buffers_[buffer].data.get(); }
   int64_t width(int buffer) const { return buffers_[buffer].width; }
   int64_t bytes() const;   // of buffers and scratch
+
+  // Seconds worker 0 spent since `time_phases(true)`, phase by phase: in row operations, in products or attention, and waiting
+  // for the other workers.
+  struct PhaseTime {
+    double rows = 0, work = 0, wait = 0;
+  };
+  void time_phases(bool on);
+  const std::vector<PhaseTime>& times() const { return times_; }
 
   struct Buffer {
     int64_t width;
@@ -124,6 +134,9 @@ class Program {
   };
   int shared_plan(const KvShape& shape, int64_t num_heads, int64_t window);
 
+  void add_phase(std::unique_ptr<Phase> phase);
+  void prefetch_after(const Phase& phase, int worker) const;
+  Stopwatch stopwatch(const Phase& phase, int worker);
   int64_t rows_of(Domain domain) const { return domain == Domain::Tokens ? input_->tokens : input_->num_rows; }
   void prepare();
 
@@ -136,6 +149,8 @@ class Program {
   std::vector<SharedPlan> plans_;
   AlignedArray<float> partials_;
   std::vector<std::unique_ptr<Worker>> workers_;
+  bool timed_ = false;
+  std::vector<PhaseTime> times_;
 };
 
 }  // namespace llmctl
