@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from llmctl.kernels.formats.quant_tensor import QuantTensor
 
 _BLOCK_SIZE = 16
+_WANTED: Any = object()
+"""Stands for the rows of a step while there is none: a program is given them with every step."""
 
 
 class NativeOps:
@@ -59,7 +61,7 @@ class NativeOps:
         """Record `forward` and return its replay; the logits it returns are valid until the next call."""
         self._graph = graph = Graph()
         try:
-            logits = forward(_symbolic_batch(graph, rotary_halves), None)
+            logits = forward(_symbolic_batch(graph, rotary_halves), _WANTED)
         finally:
             self._graph = None
         program = _native.Program(self._pool, self.activations == "int8")
@@ -132,7 +134,8 @@ class NativeOps:
         assert shape[0] == -1, shape
         return Value(x.node, x.index, shape[1:])
 
-    def take_rows(self, x: Value, rows: Value) -> Value:
+    def take_rows(self, x: Value, rows: Any) -> Value:
+        assert rows is _WANTED, rows
         return self._record("take_rows", (x,), x.shape, is_rows=True)[0]
 
 

@@ -89,3 +89,17 @@ def test_a_batch_gives_each_sequence_what_it_gets_alone(folder: Callable[..., Pa
 
     alone = [run(Engine(model), [prompt])[0] for prompt in prompts]
     assert run(Engine(model, max_num_seqs=4, prefill_chunk=16), prompts) == alone
+
+
+def test_the_engine_computes_only_the_logits_it_needs(folder: Callable[..., Path]) -> None:
+    """Prefill in chunks of several sequences asks for one row or none of each."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    def greedy(model: LoadedModel) -> list[list[int]]:
+        engine = Engine(model, max_num_seqs=3, prefill_chunk=16)
+        sequences = [engine.add(prompt, params) for prompt in (IDS, IDS[5:9], IDS[20:60])]
+        while engine.has_work:
+            engine.step()
+        return [sequence.completion_token_ids for sequence in sequences]
+
+    assert greedy(native(folder(0))) == greedy(load_model(folder(0), backend="reference"))
