@@ -112,17 +112,6 @@ def test_every_routing(name: str) -> None:
     assert relative_error(got, expected(parts, x, logits, routing, "silu")) < 2e-5
 
 
-@each_isa
-def test_a_token_does_not_depend_on_the_others_or_on_threads(isa: str) -> None:
-    x, logits = inputs(300)
-    logits[:280, 3] += 20  # one expert has more tokens than a piece of work, others few or none
-    parts = weights("Q4_0")
-    together = run(parts, x, logits, isa=isa, threads=3)
-    experts = make_moe(native.ThreadPool(1), *packed(parts), MIXTRAL, "silu", isa=isa)
-    for first, last in ((0, 1), (1, 9), (9, 150), (299, 300), (0, 300)):
-        assert np.array_equal(experts.run(x[first:last], logits[first:last]), together[first:last])
-
-
 def test_odd_sizes_and_mixed_formats() -> None:
     parts = {
         "gate": weight("gate", "Q4_0", intermediate=72),
