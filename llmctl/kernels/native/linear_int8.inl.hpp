@@ -11,6 +11,7 @@
 namespace llmctl::LLMCTL_ISA {
 
 constexpr int64_t kDirectTokens = kDotTokens / 2;   // up to here codes are unpacked in registers
+constexpr int64_t kAhead = 4096;                    // bytes asked for ahead: the machine's own prefetcher stops at every page
 constexpr int64_t kChunkBlocks = 32;                // unpacked at a time; with the activations beside it fits the L1 cache
 constexpr int64_t kTokenBlock = 128;                // tokens that pass over an unpacked chunk
 
@@ -90,6 +91,7 @@ void direct_tile(const PackedMatrix& matrix, int64_t tile, const int8_t* x, int6
   F32 sums[T];
   for (int t = 0; t < T; ++t) sums[t] = zero_f32();
   for (int64_t u = 0; u < units; ++u, unit += unit_bytes) {
+    for (int64_t i = 0; i < unit_bytes; i += 64) __builtin_prefetch(unit + kAhead + i);
     F32 scale[L::kUnitScales], minimum[L::kUnitScales];
     L::scales(unit, scale, minimum);
     I32 zero = zero_form<L>(unit);
