@@ -10,6 +10,7 @@ from typing import Any
 
 from llmctl.errors import FormatError, LlmctlError, ModelNotFoundError, OutOfMemoryError, UsageError
 from llmctl.kernels.backend import Compute, choose_compute, make_ops
+from llmctl.kernels.formats.conversion import converted_bytes
 from llmctl.kernels.ops import Ops
 from llmctl.runtime.cache.memory import bytes_per_token
 from llmctl.runtime.checkpoint import open_checkpoint
@@ -28,7 +29,7 @@ from llmctl.runtime.tokenizer import Tokenizer, load_tokenizer
 _log = logging.getLogger(__name__)
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_PACKED_SHARE = 1.15  # bytes of the native backend's prepared weights for a byte of the checkpoint, at most
+_PACKED_SHARE = 1.15  # bytes of the native backend's prepared weights for a byte of the formats it reads, at most
 _CACHE_SHARE = 0.5  # of the memory left after the weights: the rest is for activations and everything else
 
 
@@ -90,6 +91,7 @@ class OpenedModel:
         ops = make_ops(self.compute, default_threads() if threads is None else threads)
         decoder = Decoder(ops, self.weights, progress)
         _name_unneeded(self.weights)
+        self.checkpoint.release_all()
         return LoadedModel(
             config=self.config,
             decoder=decoder,
@@ -230,7 +232,8 @@ def _available_bytes(weights: ModelWeights, compute: Compute) -> int | None:
     available = min(machine.available, machine.limit or machine.available)
     checkpoint = weights.checkpoint
     if compute.backend == "native":
-        needed, form, smaller = int(checkpoint.total_bytes * _PACKED_SHARE), "as the native kernels read them", ""
+        stored = sum(converted_bytes(entry.format, entry.shape) for entry in checkpoint.entries())
+        needed, form, smaller = int(stored * _PACKED_SHARE), "as the native kernels read them", ""
     else:
         needed, form = checkpoint.total_elements * _DTYPE_BYTES[compute.dtype], f"in {compute.dtype}"
         smaller = "; --dtype bfloat16 halves that" if compute.dtype == "float32" else ""

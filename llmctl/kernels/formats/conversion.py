@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 import numpy as np
 
@@ -53,6 +54,14 @@ def conversion_for(format: Format, columns: int) -> Conversion | None:
         return Conversion(format, FORMATS["Q8_0"], _nvfp4_to_q8_0)
     found = _CONVERSIONS.get(format.name)
     return Conversion(format, FORMATS[found[0]], found[1]) if found else None
+
+
+def converted_bytes(format: Format, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor once its format is rewritten for kernels that lack it (plain numbers they lack become float32)."""
+    if format.is_plain:
+        return prod(shape) * (format.bytes_per_block if format.name in ("F16", "BF16") else 4)
+    conversion = conversion_for(format, shape[-1])
+    return prod(shape[:-1]) * (conversion.target if conversion else format).row_bytes(shape[-1])
 
 
 def _without_d(name: str, records: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 
 from llmctl.errors import OutOfMemoryError
 from llmctl.kernels.formats.conversion import Conversion, conversion_for
+from llmctl.kernels.formats.mapped import release_mapped
 from llmctl.kernels.formats.packed_int import PackedIntTensor
 from llmctl.kernels.formats.plain import plain_format, widen
 from llmctl.kernels.formats.quant_tensor import QuantTensor
@@ -23,6 +24,7 @@ NATIVE_FORMATS = {
 }
 """Formats that keep their bits in a layout of their own. The others are converted when they are packed."""
 _CHUNK_ELEMENTS = 1 << 18
+_PART_BYTES = 16 << 20
 _TILE_ROWS = 16
 
 _log = logging.getLogger(__name__)
@@ -52,9 +54,14 @@ def pack_weight(weight: np.ndarray | QuantTensor | PackedIntTensor, pool: Thread
 
 
 def _pack_stored(layout: str, shape: tuple[int, ...], stored: np.ndarray, pool: ThreadPool | None) -> PackedWeight:
-    packed = _empty(layout, shape)
-    for index, matrix in enumerate(_matrices(stored)):
-        packed.store(matrix, matrix=index, pool=pool)
+    """Part by part, so that the pages of a mapped file leave memory as those of the packed weight come."""
+    packed, matrices = _empty(layout, shape), _matrices(stored)
+    step = max(1, _PART_BYTES // (stored.shape[-1] * _TILE_ROWS)) * _TILE_ROWS
+    for index, matrix in enumerate(matrices):
+        for row in range(0, len(matrix), step):
+            part = matrix[row : row + step]
+            packed.store(part, row, index, pool=pool)
+            release_mapped(part)
     return packed
 
 

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from llmctl.errors import FormatError
+from llmctl.kernels.formats.mapped import release_mapped
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import Format
 from llmctl.runtime.checkpoint.dtypes import tensor_from_bytes
-from llmctl.runtime.checkpoint.files import release_pages
 from llmctl.runtime.checkpoint.text import quoted
 
 
@@ -81,19 +81,22 @@ class Checkpoint:
     def read(self, name: str) -> np.ndarray | QuantTensor:
         """The tensor over the mapped file: not copied, read-only. Plain formats are arrays (bfloat16 by ml_dtypes)."""
         entry = self.entry(name)
-        raw = self._map_of(entry)[entry.offset : entry.offset + entry.nbytes]
-        return tensor_from_bytes(raw, entry.format, entry.shape)
+        return tensor_from_bytes(self._raw(entry), entry.format, entry.shape)
 
     def release(self, name: str) -> None:
         """Let the tensor's pages leave this process's memory: it has been copied, or will not be read soon. It can be read
         again at any time, and arrays read before stay valid: the system fetches the pages anew."""
-        entry = self.entry(name)
-        release_pages(self._map_of(entry), entry.offset, entry.nbytes)
+        release_mapped(self._raw(self.entry(name)))
 
-    def _map_of(self, entry: TensorEntry) -> np.ndarray:
+    def release_all(self) -> None:
+        """As `release`, for everything: what the system mapped beside the tensors that were read leaves with them."""
+        for data in self._maps.values():
+            release_mapped(data)
+
+    def _raw(self, entry: TensorEntry) -> np.ndarray:
         if entry.file not in self._maps:
             raise ValueError(f"{self.path}: the checkpoint is closed")
-        return self._maps[entry.file]
+        return self._maps[entry.file][entry.offset : entry.offset + entry.nbytes]
 
     @property
     def total_bytes(self) -> int:

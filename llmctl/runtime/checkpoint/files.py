@@ -67,16 +67,6 @@ def map_file(path: Path) -> np.ndarray:
         raise not_readable(path, error) from error
 
 
-def release_pages(data: np.ndarray, offset: int, nbytes: int) -> None:
-    """Let the pages that lie wholly in these bytes of a mapped file leave the process's memory; they are read again from the
-    file when they are touched again. data: from `map_file`. Does nothing where the system offers no such call."""
-    source = data.base.obj
-    first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
-    if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
-        source.madvise(mmap.MADV_DONTNEED, first, length)
-
-
 def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON file that must hold an object. FormatError naming the file and place of the fault."""
     size = regular_size(path)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmctl.kernels.formats.codecs import dequantize_blocks
-from llmctl.kernels.formats.conversion import conversion_for
+from llmctl.kernels.formats.conversion import conversion_for, converted_bytes
 from llmctl.kernels.formats.layouts import LAYOUTS
 from llmctl.kernels.formats.spec import FORMATS
 
@@ -84,3 +84,19 @@ def test_nvfp4_of_any_scales_and_of_rows_no_super_block_divides() -> None:
 
 def test_formats_that_kernels_read_themselves_have_no_conversion() -> None:
     assert conversion_for(FORMATS["Q4_K"], 256) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("Q4_K", (3, 10, 512), 30 * 288),
+        ("IQ2_XS", (10, 512), 10 * 544),
+        ("TQ2_0", (10, 512), 10 * 168),
+        ("NVFP4", (10, 64), 10 * 68),
+        ("F64", (10, 7), 280),
+        ("F32", (), 4),
+        ("BF16", (5,), 10),
+    ],
+)
+def test_bytes_after_conversion(name: str, shape: tuple[int, ...], expected: int) -> None:
+    assert converted_bytes(FORMATS[name], shape) == expected

@@ -66,6 +66,16 @@ def test_a_released_tensor_leaves_and_comes_back(two_tensors: tuple[Path, bytes]
 
 
 @linux_only
+def test_everything_leaves_at_once(two_tensors: tuple[Path, bytes]) -> None:
+    path, raw = two_tensors
+    checkpoint = open_checkpoint(path)
+    assert stored_bytes(checkpoint.read("b")) == raw
+    checkpoint.release_all()
+    assert resident_bytes(path) < 2 * 4096
+    assert stored_bytes(checkpoint.read("b")) == raw
+
+
+@linux_only
 def test_safetensors_are_released_too(one_shard: tuple[Path, bytes]) -> None:
     path, raw = one_shard
     checkpoint = open_checkpoint(path)
