@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -194,3 +196,26 @@ except MemoryError:
 def test_no_memory_is_a_memory_error() -> None:
     done = subprocess.run([sys.executable, "-c", _HUNGRY], capture_output=True, text=True, check=False)
     assert done.stdout == "refused\n", done.stderr
+
+
+_ADVICE = """
+from pathlib import Path
+from llmctl.kernels.native._native import PackedWeight
+weights = [PackedWeight("F32", 1024, 1024), PackedWeight("F32", 16, 16)]
+addresses = [weight.tiles.ctypes.data for weight in weights]
+for line in Path("/proc/self/smaps").read_text().splitlines():
+    if "-" in line.split(" ", 1)[0]:
+        first, last = (int(end, 16) for end in line.split(" ", 1)[0].split("-"))
+    elif line.startswith("VmFlags:"):
+        print(*["hg" in line.split() for address in addresses if first <= address < last], end=" ")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(("value", "advised"), [("1", True), ("", True), ("0", False)])
+def test_huge_pages_are_asked_for_unless_told_not_to(value: str, advised: bool) -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        pytest.skip("this system has no transparent huge pages")
+    environment = {**os.environ, "LLMCTL_HUGE_PAGES": value}
+    done = subprocess.run([sys.executable, "-c", _ADVICE], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == [str(advised)] * 2
