@@ -73,7 +73,8 @@ def test_logits_equal_the_reference(folder: Callable[..., Path], case: int) -> N
 def test_bits_depend_on_neither_chunks_nor_threads(folder: Callable[..., Path], case: int, kv_type: str) -> None:
     whole = compute_logits(native(folder(case), threads=1, kv_type=kv_type), IDS)
     for chunk, threads in ((1, 2), (7, 1), (33, 3)):
-        np.testing.assert_array_equal(compute_logits(native(folder(case), threads=threads, kv_type=kv_type), IDS, chunk=chunk), whole)
+        model = native(folder(case), threads=threads, kv_type=kv_type)
+        np.testing.assert_array_equal(compute_logits(model, IDS, chunk=chunk), whole)
 
 
 def test_a_batch_gives_each_sequence_what_it_gets_alone(folder: Callable[..., Path]) -> None:
