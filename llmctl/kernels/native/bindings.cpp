@@ -10,7 +10,7 @@ void bind_program(nb::module_& m);
 void bind_sample(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_vector_ops(nb::module_& m);
-void bind_bandwidth(nb::module_& m);
+void bind_ceilings(nb::module_& m);
 void bind_linear(nb::module_& m);
 void bind_moe(nb::module_& m);
 }  // namespace llmctl
@@ -23,7 +23,7 @@ NB_MODULE(_native, m) {
   llmctl::bind_sample(m);
   llmctl::bind_attention(m);
   llmctl::bind_vector_ops(m);
-  llmctl::bind_bandwidth(m);
+  llmctl::bind_ceilings(m);
   llmctl::bind_linear(m);
   llmctl::bind_moe(m);
 }

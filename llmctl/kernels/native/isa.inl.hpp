@@ -5,6 +5,7 @@
 #include "attention.inl.hpp"
 #include "kernels.hpp"
 #include "linear.inl.hpp"
+#include "peak.inl.hpp"
 #include "vector_ops.inl.hpp"
 
 #define LLMCTL_NAME_OF(isa) #isa
@@ -15,7 +16,7 @@ namespace llmctl::LLMCTL_ISA {
 extern const Kernels kKernels;
 const Kernels kKernels = {
     LLMCTL_NAME(LLMCTL_ISA), linear, dequantize_row, quantize_activations, rms_norm, rotary, gated_activation, add, scale, softcap,
-    &attention_kernels,
+    &attention_kernels, peak,
 };
 
 }  // namespace llmctl::LLMCTL_ISA

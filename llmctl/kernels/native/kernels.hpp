@@ -50,6 +50,9 @@ struct Kernels {
   void (*softcap)(const float* x, float cap, int64_t n, float* out);
 
   struct AttentionKernels const* attention;   // attention.hpp
+
+  // So many rounds of products that no memory holds up, of int8 or of floats. Returns how many operations they were.
+  int64_t (*peak)(bool int8, int64_t rounds);
 };
 
 // Null where the build has no such translation unit or the machine lacks the instructions.

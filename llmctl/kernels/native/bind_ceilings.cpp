@@ -1,21 +1,29 @@
-// How fast this machine reads memory: what the speed of a model that is larger than the caches is compared with.
+// What this machine can do at best, for benchmarks to compare with: bytes it reads and operations it computes in a second.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <string>
 
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
 
 #include "aligned.hpp"
+#include "bind_isa.hpp"
 #include "thread_pool.hpp"
 
 namespace nb = nanobind;
 
 namespace llmctl {
 namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 typedef uint64_t Lanes __attribute__((vector_size(16)));   // every processor has registers of this size
 
@@ -39,9 +47,9 @@ class MemoryReader {
 
   // Seconds that reading everything once takes (but for a few lines at the borders of the stretches).
   double seconds(ThreadPool& pool) const {
-    const auto start = std::chrono::steady_clock::now();
+    const auto start = Clock::now();
     pool.run([&](int worker) { read(lines_ * worker / pool.size(), lines_ * (worker + 1) / pool.size()); });
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return seconds_since(start);
   }
 
  private:
@@ -62,13 +70,32 @@ class MemoryReader {
   int64_t lines_;
 };
 
+// Operations one core computes in a second with an instruction set: the best of some measurements of a millisecond or more.
+double peak_operations(const std::string& isa, bool int8) {
+  const Kernels& kernels = kernels_named(isa);
+  double best = 0;
+  for (int64_t rounds = 1 << 10, measured = 0; measured < 20;) {
+    const auto start = Clock::now();
+    const int64_t operations = kernels.peak(int8, rounds);
+    const double seconds = seconds_since(start);
+    if (seconds < 1e-3) {
+      rounds *= 2;
+      continue;
+    }
+    best = std::max(best, static_cast<double>(operations) / seconds);
+    ++measured;
+  }
+  return best;
+}
+
 }  // namespace
 
-void bind_bandwidth(nb::module_& m) {
+void bind_ceilings(nb::module_& m) {
   nb::class_<MemoryReader>(m, "MemoryReader")
       .def(nb::init<int64_t>(), nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("bytes", &MemoryReader::bytes)
       .def("seconds", &MemoryReader::seconds, nb::arg("pool"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("peak_operations", &peak_operations, nb::arg("isa"), nb::arg("int8"));
 }
 
 }  // namespace llmctl
