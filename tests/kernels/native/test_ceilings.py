@@ -27,3 +27,17 @@ def test_lines_that_threads_and_streams_do_not_divide():
 def test_less_than_a_line_cannot_be_read():
     with pytest.raises(ValueError, match="at least 64"):
         native.MemoryReader(63)
+
+
+@pytest.mark.parametrize("isa", native.available_isas())
+@pytest.mark.parametrize("int8", [True, False])
+def test_no_core_computes_more_than_its_registers_allow(isa: str, int8: bool):
+    """Two products of 64 bytes or 16 floats in a cycle of at most 6 GHz: more would mean that the compiler left some out."""
+    bits = {"generic": 512, "neon": 4 * 128, "avx2": 3 * 256, "avxvnni": 2 * 256, "avx512": 2 * 512}[isa]
+    numbers = bits // (8 if int8 else 32)
+    assert 1e8 < native.peak_operations(isa, int8) < 2 * numbers * 6e9
+
+
+def test_an_instruction_set_that_is_not_there():
+    with pytest.raises(ValueError, match="mmx"):
+        native.peak_operations("mmx", True)
