@@ -81,7 +81,7 @@ def bench(
     activations: ActivationsOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
-    backend: BackendOption = "reference",
+    backend: BackendOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:

@@ -62,7 +62,7 @@ def evaluate(
     activations: ActivationsOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
-    backend: BackendOption = "reference",
+    backend: BackendOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:

@@ -48,7 +48,7 @@ def run(
     activations: ActivationsOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
-    backend: BackendOption = "reference",
+    backend: BackendOption = "auto",
     json: JsonOption = False,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,

@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from llmctl.errors import UsageError
+from llmctl.errors import UnsupportedError, UsageError
 from llmctl.kernels.formats.spec import FORMATS
-from llmctl.kernels.native import why_missing
+from llmctl.kernels.native import instruction_set, why_missing
 from llmctl.kernels.ops import Ops
 
 BACKENDS = ("native", "reference")
@@ -83,9 +83,12 @@ def _choose_backend(backend: str, device: str) -> tuple[str, str | None]:
     if device != "cpu":
         raise UsageError(f"the native backend computes on the CPU, not on {device}: --backend reference does")
     missing = why_missing()
-    if backend == "native" and missing is not None:
+    if missing is None:
+        instruction_set()  # what LLMCTL_ISA says is settled now
+        return "native", None
+    if backend == "native":
         raise UsageError(f"--backend native: {missing}")
-    return "native" if missing is None else "reference", missing
+    return "reference", missing
 
 
 def _native_dtype(dtype: str) -> str:
@@ -98,6 +101,15 @@ def _native_activations(activations: str | None) -> str:
     if activations not in (None, *ACTIVATIONS):
         raise UsageError(f"unknown activations {activations!r}; expected one of {', '.join(ACTIVATIONS)}")
     return activations or ACTIVATIONS[0]
+
+
+def require_head_dim(compute: Compute, head_dim: int) -> None:
+    """UnsupportedError for heads of a size that the backend's attention does not have."""
+    if compute.backend == "native" and (head_dim % 8 or head_dim > 512):
+        raise UnsupportedError(
+            f"the native backend has attention for heads of 8, 16, 24 … 512 numbers, this model's have {head_dim}: "
+            "--backend reference computes it"
+        )
 
 
 def make_ops(compute: Compute, threads: int) -> Ops:
@@ -115,12 +127,22 @@ def make_ops(compute: Compute, threads: int) -> Ops:
 
 def capabilities() -> list[Capability]:
     """Op × backend × format, without importing torch."""
-    missing = why_missing()
     torch = find_spec("torch") is not None
     return [
-        *_table("native", ("F32",), missing is None, missing or "C++ on the CPU"),
+        *_table("native", ("F32",), *_native_state()),
         *_table("reference", ("F32", "F16", "BF16"), torch, "torch on CPU or CUDA" if torch else "torch is not installed"),
     ]
+
+
+def _native_state() -> tuple[bool, str]:
+    """Whether the native backend can be used, and on what or why not."""
+    missing = why_missing()
+    if missing is not None:
+        return False, missing
+    try:
+        return True, f"C++ on the CPU, {instruction_set()}"
+    except UsageError as error:
+        return False, str(error)
 
 
 def _table(backend: str, numbers: tuple[str, ...], available: bool, reason: str) -> list[Capability]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmctl.errors import FormatError, LlmctlError, ModelNotFoundError, OutOfMemoryError, UsageError
-from llmctl.kernels.backend import Compute, choose_compute, make_ops
+from llmctl.kernels.backend import Compute, choose_compute, make_ops, require_head_dim
 from llmctl.kernels.formats.conversion import converted_bytes
 from llmctl.kernels.ops import Ops
 from llmctl.runtime.cache.memory import bytes_per_token
@@ -126,6 +126,8 @@ def open_model(
     if compute.fallback:
         _log.warning("the slow reference backend computes, since %s", compute.fallback)
     weights = ModelWeights(open_checkpoint(path))
+    for layer in weights.config.kv_layers():
+        require_head_dim(compute, layer.head_dim)
     tokenizer = _tokenizer(weights)
     available = _available_bytes(weights, compute)
     context_length, max_cache_tokens = _context(weights.config, compute.kv_type, ctx_size, available)

@@ -43,12 +43,12 @@ def test_the_table_is_llama_benchs(call, scripted):
     header, rule, *rows = done.out.splitlines()
     assert (header, rule) == (HEADER, RULE)
     assert len(rows) == 2
-    elements = 272 * 272 * 2 + 272 * 3 + 7 * 4 * 272
+    elements = 272 * 272 * 2 + 272 * 3 + 4 * 8 * 272 + 3 * 4 * 272
     for row, name in zip(rows, ("pp16", "tg2"), strict=True):
         assert len(row) == len(HEADER)
         model, size, params, backend, threads, test, rate = (cell.strip() for cell in row.strip("|").split("|"))
-        assert (model, size, params) == ("llama 156K F32", f"{4 * elements / 2**20:.2f} MiB", f"{elements / 1e6:.2f} M")
-        assert (backend, test) == ("reference", name)
+        assert (model, size, params) == ("llama 161K F32", f"{4 * elements / 2**20:.2f} MiB", f"{elements / 1e6:.2f} M")
+        assert (backend, test) == ("native", name)
         assert int(threads) >= 1
         assert re.fullmatch(r"\d+\.\d\d ± \d+\.\d\d", rate)
     assert done.err == "scripted pp16\nscripted tg2\n"
@@ -81,7 +81,8 @@ def test_json_has_llama_benchs_keys_and_our_version(call, scripted):
         assert set(LLAMA_BENCH_KEYS) <= set(row)
         assert (row["n_gpu_layers"], row["flash_attn"], row["embeddings"], row["poll"]) == (0, 0, False, None)
         assert row["model_filename"] == str(scripted)
-        assert (row["type_k"], row["type_v"], row["dtype"], row["devices"]) == ("f32", "f32", "float32", "cpu")
+        assert (row["type_k"], row["type_v"], row["dtype"], row["devices"]) == ("f16", "f16", "float32", "cpu")
+        assert row["activations"] == "int8"
         assert (row["n_depth"], row["n_batch"]) == (4, 512)
         assert row["n_prompt"] + row["n_gen"] in (16, 2)
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row["test_time"])
@@ -115,7 +116,7 @@ def test_threads_are_really_set(call, scripted):
 
     before = torch.get_num_threads()
     try:
-        done = call("bench", scripted, "-p", "4", "-n", "0", "-t", "1,3", "-o", "jsonl", *QUICK)
+        done = call("bench", scripted, "-p", "4", "-n", "0", "-t", "1,3", "-o", "jsonl", "--backend", "reference", *QUICK)
         assert [json.loads(line)["n_threads"] for line in done.out.splitlines()] == [1, 3]
         assert torch.get_num_threads() == 3
     finally:
@@ -123,10 +124,14 @@ def test_threads_are_really_set(call, scripted):
 
 
 def test_number_types_show_when_they_are_not_the_usual_ones(call, scripted):
-    done = call("bench", scripted, "-p", "4", "-n", "0", "--dtype", "bfloat16", "--kv-type", "f16", *QUICK)
+    few = ("-p", "4", "-n", "0", *QUICK)
+    done = call("bench", scripted, *few, "--backend", "reference", "--dtype", "bfloat16", "--kv-type", "f16")
     header, _, row = done.out.splitlines()
     assert [cell.strip() for cell in header.split("|")][5:8] == ["threads", "dtype", "type_k"]
     assert [cell.strip() for cell in row.split("|")][6:8] == ["bfloat16", "f16"]
+    header, _, row = call("bench", scripted, *few, "--activations", "float", "--kv-type", "bf16").out.splitlines()
+    assert [cell.strip() for cell in header.split("|")][5:8] == ["threads", "type_k", "activations"]
+    assert [cell.strip() for cell in row.split("|")][6:8] == ["bf16", "float"]
 
 
 def test_a_gguf_is_named_as_llama_bench_would(smollm2_gguf):

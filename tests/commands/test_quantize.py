@@ -34,7 +34,7 @@ def square(scripted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((folder / "config.json").read_text("utf-8"))
     config |= {"vocab_size": 288, "hidden_size": 288, "intermediate_size": 32, "head_dim": 32}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
-    rng, sizes = np.random.default_rng(9), {4: 32, config["vocab_size"] - 16: 288, 272: 288}
+    rng, sizes = np.random.default_rng(9), {4: 32, 8: 32, config["vocab_size"] - 16: 288, 272: 288}
     shapes = {name: weight.shape for name, weight in load_file(folder / "model.safetensors").items()}
     weights = {name: rng.standard_normal([sizes[n] for n in shape]).astype(np.float32) for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors")

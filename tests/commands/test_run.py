@@ -137,7 +137,7 @@ def test_an_answer_that_ends_its_line_gets_no_second_line_break(call, scripted):
 def test_verbose_names_what_was_used_and_what_it_took(call, scripted):
     err = call("run", scripted, "What?", "-v", "--top-k", "7", "--seed", "11", "-c", "500", "-t", "1").err
     assert f"model: {scripted} (llama, " in err
-    assert "backend: reference on cpu, 1 threads, float32, f32 cache" in err
+    assert "backend: native on cpu, 1 threads, float32, int8 activations, f16 cache" in err
     assert "context: 500 tokens" in err
     order = ["repetition_penalty 1.0", "presence_penalty 0.0", "frequency_penalty 0.0", "top_k 7", "top_p 0.95", "min_p 0.05"]
     assert " -> ".join([*order, "temperature 0.8"]) in err
@@ -159,7 +159,8 @@ def test_json_is_one_document(call, scripted):
     assert got["token_ids"][-1] == 2
     assert len(got["token_ids"]) == 6
     assert (got["model"], got["path"], got["family"]) == (str(scripted), str(scripted), "llama")
-    assert (got["backend"], got["device"], got["dtype"], got["kv_type"]) == ("reference", "cpu", "float32", "f32")
+    assert (got["backend"], got["device"], got["dtype"], got["kv_type"]) == ("native", "cpu", "float32", "f16")
+    assert got["activations"] == "int8"
     assert got["context_length"] == 20_000
     assert got["sampling"]["seed"] == 5
     assert got["sampling"]["temperature"] == 0.8
@@ -183,8 +184,38 @@ def test_minus_one_is_no_limit(call, scripted):
 
 
 def test_other_number_types_give_the_same_answer(call, scripted):
+    reference = ("--backend", "reference")
     for arguments in (("--dtype", "bfloat16"), ("--kv-type", "f16"), ("--kv-type", "bf16", "--dtype", "float16")):
+        assert call("run", scripted, "What?", "--temp", "0", *reference, *arguments).out == ANSWER + "\n"
+    for arguments in (("--kv-type", "f32"), ("--kv-type", "bf16"), ("--activations", "float")):
         assert call("run", scripted, "What?", "--temp", "0", *arguments).out == ANSWER + "\n"
+
+
+def test_without_the_native_kernels_a_warning_says_what_computes(llmctl, scripted, broken_extension):
+    done = llmctl("run", scripted, "What?", "-q", env=broken_extension)
+    assert (done.returncode, done.stdout) == (0, ANSWER + "\n")
+    assert done.stderr == (
+        "llmctl: warning: the slow reference backend computes, since the native extension cannot be loaded: "
+        "the fault of the test\n"
+    )
+    done = llmctl("run", scripted, "What?", "-q", "--backend", "native", env=broken_extension)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "--backend native: the native extension cannot be loaded" in done.stderr
+
+
+def test_an_instruction_set_that_is_not_here_is_refused(llmctl, scripted):
+    done = llmctl("run", scripted, "What?", env={"LLMCTL_ISA": "sse1"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "LLMCTL_ISA: there is no instruction set called 'sse1'; available: " in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_every_instruction_set_gives_the_same_answer(llmctl, scripted):
+    from llmctl.kernels.native import _native
+
+    for isa in _native.available_isas():
+        assert llmctl("run", scripted, "What?", "-q", env={"LLMCTL_ISA": isa}).stdout == ANSWER + "\n", isa
 
 
 # --- where the prompt comes from --------------------------------------------------------------------------------------
@@ -410,6 +441,7 @@ def make_scripted(scripted, tmp_path_factory):
         (["-c", "0"], "--ctx-size"),
         (["-t", "0"], "--threads"),
         (["--kv-type", "q3"], "--kv-type"),
+        (["--dtype", "bfloat16"], "--dtype bfloat16 needs --backend reference"),
         (["--kv-type", "q8_0", "--backend", "reference"], "the reference backend keeps its KV cache in f32"),
         (["--backend", "vulkan"], "--backend"),
         (["--backend", "native", "--device", "cuda"], "the native backend computes on the CPU"),

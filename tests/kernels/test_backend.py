@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from llmctl.errors import UsageError
+from llmctl.errors import UnsupportedError, UsageError
 from llmctl.kernels import backend, native
-from llmctl.kernels.backend import MOST_THREADS, Compute, capabilities, choose_compute, make_ops
+from llmctl.kernels.backend import MOST_THREADS, Compute, capabilities, choose_compute, make_ops, require_head_dim
 from llmctl.kernels.formats.spec import FORMATS
 
 
@@ -65,6 +65,16 @@ def test_what_a_backend_does_not_have_is_a_usage_error(here: Here, choices: dict
     here(None)
     with pytest.raises(UsageError, match=words):
         choose_compute(**choices)
+
+
+def test_heads_that_native_attention_does_not_have_are_refused_with_a_way_out(here: Here) -> None:
+    here(None)
+    for head_dim in (8, 96, 512):
+        require_head_dim(choose_compute(), head_dim)
+    for head_dim in (4, 20, 520):
+        with pytest.raises(UnsupportedError, match=f"have {head_dim}: --backend reference"):
+            require_head_dim(choose_compute(), head_dim)
+        require_head_dim(choose_compute("reference"), head_dim)
 
 
 @pytest.mark.parametrize("threads", [0, MOST_THREADS + 1, 10**30])

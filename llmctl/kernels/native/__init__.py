@@ -8,7 +8,16 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
+from llmctl.errors import UsageError
+
 _FOLDER = Path(__file__).parent
+_ISA_NAMES = {
+    "avx512": "AVX-512 VNNI",
+    "avxvnni": "AVX2 with VNNI",
+    "avx2": "AVX2",
+    "neon": "NEON with dot products",
+    "generic": "plain C++ without vector instructions",
+}
 
 
 def why_missing() -> str | None:
@@ -18,6 +27,18 @@ def why_missing() -> str | None:
     except ImportError as error:
         return _reason(error)
     return None
+
+
+def instruction_set() -> str:
+    """What the kernels run on here, as "AVX-512 VNNI (avx512)": the best this machine has, or what LLMCTL_ISA forces. Errors:
+    UsageError where that is nothing this machine has; ImportError where `why_missing` has a reason."""
+    from llmctl.kernels.native import _native
+
+    try:
+        isa = _native.active_isa()
+    except ValueError as error:
+        raise UsageError(f"LLMCTL_ISA: {error}") from None
+    return f"{_ISA_NAMES[isa]} ({isa})"
 
 
 def _reason(error: ImportError) -> str:
