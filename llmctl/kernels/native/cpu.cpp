@@ -8,6 +8,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -23,6 +27,9 @@ LLMCTL_DECLARE(generic)
 LLMCTL_DECLARE(avx2)
 LLMCTL_DECLARE(avxvnni)
 LLMCTL_DECLARE(avx512)
+namespace amx {
+void linear(const PackedMatrix&, int64_t first_tile, int64_t last_tile, const Activations&, float* y, int64_t stride);
+}
 #elif defined(__aarch64__)
 LLMCTL_DECLARE(neon)
 #endif
@@ -31,7 +38,7 @@ namespace {
 
 #if defined(__x86_64__)
 struct Features {
-  bool avx2 = false, avxvnni = false, avx512 = false;
+  bool avx2 = false, avxvnni = false, avx512 = false, amx = false;
 };
 
 // The register sets that the operating system saves (XCR0). xgetbv by hand: its intrinsic needs a flag of its own.
@@ -39,6 +46,15 @@ uint64_t saved_registers() {
   uint32_t low, high;
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return (uint64_t)high << 32 | low;
+}
+
+// Linux hands out the tiles' state (component 18 of XSAVE) to processes that ask for it (ARCH_REQ_XCOMP_PERM).
+bool tiles_are_granted() {
+#if defined(__linux__)
+  return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#else
+  return false;
+#endif
 }
 
 bool all(uint64_t word, uint64_t bits) { return (word & bits) == bits; }
@@ -53,11 +69,13 @@ Features detect() {
   if (!all(leaf1, bit(27))) return found;   // OSXSAVE
   const uint64_t saved = saved_registers();
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
-  const uint32_t leaf7_b = b, leaf7_c = c, last = a;
+  const uint32_t leaf7_b = b, leaf7_c = c, leaf7_d = d, last = a;
   const bool fma_f16c = all(leaf1, bit(12) | bit(28) | bit(29));                    // FMA, AVX, F16C
   found.avx2 = fma_f16c && all(leaf7_b, bit(5)) && all(saved, 0x6);                 // SSE and AVX state
   found.avx512 = found.avx2 && all(leaf7_b, bit(16) | bit(17) | bit(30) | bit(31))  // F, DQ, BW, VL
                  && all(leaf7_c, bit(11)) && all(saved, 0xE6);                      // VNNI; masks and the upper halves
+  found.amx = found.avx512 && all(leaf7_d, bit(24) | bit(25))                       // AMX-TILE, AMX-INT8
+              && all(saved, bit(17) | bit(18)) && tiles_are_granted();
   if (last >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avxvnni = found.avx2 && all(a, bit(4));
   return found;
 }
@@ -81,8 +99,8 @@ struct Isa {
   const Kernels* (*kernels)();
 };
 const Isa kIsas[] = {   // best first
-    {"avx512", avx512_kernels}, {"avxvnni", avxvnni_kernels}, {"avx2", avx2_kernels}, {"neon", neon_kernels},
-    {"generic", generic_kernels},
+    {"amx", amx_kernels},   {"avx512", avx512_kernels}, {"avxvnni", avxvnni_kernels},
+    {"avx2", avx2_kernels}, {"neon", neon_kernels},     {"generic", generic_kernels},
 };
 
 std::string join(const std::vector<std::string>& names) {
@@ -103,10 +121,20 @@ const Kernels* generic_kernels() { return &generic::kKernels; }
 const Kernels* avx2_kernels() { return features().avx2 ? &avx2::kKernels : nullptr; }
 const Kernels* avxvnni_kernels() { return features().avxvnni ? &avxvnni::kKernels : nullptr; }
 const Kernels* avx512_kernels() { return features().avx512 ? &avx512::kKernels : nullptr; }
+const Kernels* amx_kernels() {
+  static const Kernels table = [] {
+    Kernels kernels = avx512::kKernels;
+    kernels.name = "amx";
+    kernels.linear = amx::linear;
+    return kernels;
+  }();
+  return features().amx ? &table : nullptr;
+}
 #else
 const Kernels* avx2_kernels() { return nullptr; }
 const Kernels* avxvnni_kernels() { return nullptr; }
 const Kernels* avx512_kernels() { return nullptr; }
+const Kernels* amx_kernels() { return nullptr; }
 #endif
 #if defined(__aarch64__)
 const Kernels* neon_kernels() { return has_dot_product() ? &neon::kKernels : nullptr; }

@@ -11,7 +11,8 @@
 namespace llmctl {
 
 // Activations as the linear kernels read them: tokens x columns. `columns_padded` is a multiple of 64.
-// Int8: code = round(x / scale), scale = max|x| / 127 over 32 columns (0 where all are 0, the codes then 0);
+// Int8: code = round(x * (127 / max|x|)), scale = max|x| / 127 over 32 columns (0 where that is no normal number, NaN where one
+// of them is not finite; the codes then 0);
 // sums[i] = sum of the 16 codes from column 16 * i (exact).
 struct Activations {
   int64_t tokens;
@@ -27,7 +28,7 @@ struct Activations {
 enum class Activation : int32_t { Silu, GeluTanh, Gelu };
 
 struct Kernels {
-  const char* name;         // "generic", "avx2", "avxvnni", "avx512", "neon"
+  const char* name;         // "generic", "avx2", "avxvnni", "avx512", "amx", "neon"
 
   // y[t * stride + 16 * tile + r - 16 * first_tile] for tiles first_tile .. last_tile - 1 and all tokens of x, int8 or float
   // activations by which of x's pointers is set. Rows beyond matrix.rows are not written.
@@ -60,9 +61,10 @@ const Kernels* generic_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avxvnni_kernels();
 const Kernels* avx512_kernels();
+const Kernels* amx_kernels();
 const Kernels* neon_kernels();
 
-// The best the machine has; LLMCTL_ISA=generic|avx2|avxvnni|avx512|neon forces one (an unknown or missing one is an error
+// The best the machine has; LLMCTL_ISA=generic|avx2|avxvnni|avx512|amx|neon forces one (an unknown or missing one is an error
 // raised by the bindings, see cpu.hpp).
 const Kernels* active_kernels();
 

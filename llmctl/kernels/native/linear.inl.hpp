@@ -7,8 +7,6 @@
 
 namespace llmctl::LLMCTL_ISA {
 
-using Linear = void (*)(const PackedMatrix&, int64_t first_tile, int64_t last_tile, const Activations&, float* y, int64_t stride);
-
 template <class L>
 void linear_quantized(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y,
                       int64_t stride) {

@@ -8,6 +8,7 @@ namespace llmctl::LLMCTL_ISA {
 
 constexpr int64_t kFloatTiles = 2;      // tiles at a time: their sums are independent chains of fma
 constexpr int64_t kFloatColumns = 256;  // columns expanded at a time
+constexpr int64_t kFloatTokenBlock = 64;
 
 struct LoadF32 {
   static constexpr int64_t kBytes = 64;
@@ -29,7 +30,7 @@ LLMCTL_INLINE void block_floats(const uint8_t* unit, int64_t block, const F32* s
   L::codes(unit, block, codes);
 #pragma GCC unroll 8
   for (int g = 0; g < 8; ++g) {
-    int64_t s = scale_index<L>(block) + (L::kScales == 2 ? g / 4 : 0);
+    int s = L::kScales == 2 ? g / 4 : 0;
     for_4([&](auto c) {
       I32 code = byte_i32<c.value>(codes[g]);
       if constexpr (L::kZero) code = sub(code, zero);
@@ -43,16 +44,13 @@ LLMCTL_INLINE void block_floats(const uint8_t* unit, int64_t block, const F32* s
 
 // Columns first .. first + count - 1 (multiples of 32) of a tile as float32 [count][16].
 template <class L> void expand(const PackedMatrix& matrix, int64_t tile, int64_t first, int64_t count, float* out) {
-  const int64_t blocks = unit_blocks<L>(matrix), unit_bytes = layout_info(matrix.layout, matrix.group_size).tile_bytes;
-  for (int64_t block = first / kBlock, end = (first + count) / kBlock; block < end;) {
-    const uint8_t* unit = matrix.tile(tile) + block / blocks * unit_bytes;
-    F32 scale[L::kUnitScales], minimum[L::kUnitScales];
-    L::scales(unit, scale, minimum);
-    I32 zero = zero_i32();
-    if constexpr (L::kZero) zero = L::zero(unit);
-    for (int64_t b = block % blocks; b < blocks && block < end; ++b, ++block, out += kBlock * kTileRows)
-      block_floats<L>(unit, b, scale, minimum, zero, out);
-  }
+  for_blocks<L>(matrix, tile, first / kBlock, count / kBlock,
+                [&](const uint8_t* unit, int64_t block, const F32* scale, const F32* minimum) {
+                  I32 zero = zero_i32();
+                  if constexpr (L::kZero) zero = L::zero(unit);
+                  block_floats<L>(unit, block, scale, minimum, zero, out);
+                  out += kBlock * kTileRows;
+                });
 }
 
 template <class Load> void expand_plain(const PackedMatrix& matrix, int64_t tile, int64_t first, int64_t count, float* out) {
@@ -96,7 +94,7 @@ void add_columns_to_all(const uint8_t* weight, int64_t tile_stride, const Activa
   });
 }
 
-// R neighbouring tiles, up to kTokenBlock tokens, straight from plain weights.
+// R neighbouring tiles, up to kFloatTokenBlock tokens, straight from plain weights.
 template <class Load, int R>
 void plain_tiles(const PackedMatrix& matrix, int64_t tile, const Activations& x, float*, float* sums) {
   add_columns_to_all<Load, R>(matrix.tile(tile), matrix.tile_bytes(), x, 0, matrix.columns, sums);
@@ -119,10 +117,10 @@ using Tiles = void (*)(const PackedMatrix&, int64_t tile, const Activations& x, 
 inline void linear_float(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y,
                          int64_t stride, Tiles tiles_1, Tiles tiles_2) {
   const int64_t weights = kFloatTiles * kFloatColumns * kTileRows, width = kFloatTiles * kTileRows;
-  float* scratch = (float*)thread_scratch((weights + kTokenBlock * width) * sizeof(float));
+  float* scratch = (float*)thread_scratch((weights + kFloatTokenBlock * width) * sizeof(float));
   float* sums = scratch + weights;
-  for (int64_t token = 0; token < x.tokens; token += kTokenBlock) {
-    int64_t count = x.tokens - token < kTokenBlock ? x.tokens - token : kTokenBlock;
+  for (int64_t token = 0; token < x.tokens; token += kFloatTokenBlock) {
+    int64_t count = x.tokens - token < kFloatTokenBlock ? x.tokens - token : kFloatTokenBlock;
     for (int64_t tile = first_tile; tile < last_tile; tile += kFloatTiles) {
       int64_t tiles = last_tile - tile < kFloatTiles ? last_tile - tile : kFloatTiles;
       (tiles == 1 ? tiles_1 : tiles_2)(matrix, tile, token_range(x, token, count), scratch, sums);

@@ -12,6 +12,7 @@
 #include "layouts.hpp"
 
 #define LLMCTL_INLINE inline __attribute__((always_inline))
+#define LLMCTL_LAMBDA_INLINE __attribute__((always_inline))
 
 namespace llmctl::LLMCTL_ISA {
 
@@ -25,6 +26,7 @@ template <int MaxCode, int Scales, int Offset, bool Minimum, bool Zero> struct S
 };
 
 template <int Value> struct Index { static constexpr int value = Value; };
+template <class F> LLMCTL_INLINE void for_2(F f) { f(Index<0>{}), f(Index<1>{}); }
 template <class F> LLMCTL_INLINE void for_4(F f) { f(Index<0>{}), f(Index<1>{}), f(Index<2>{}), f(Index<3>{}); }
 template <class F> LLMCTL_INLINE void for_8(F f) {
   for_4(f);

@@ -5,12 +5,17 @@
 // from the tile (few tokens: the weights are read once, as fast as memory gives them) or were unpacked before (many).
 #pragma once
 
+#include <cstring>
+
+#include "kernels.hpp"
 #include "linear_formats.inl.hpp"
 #include "scratch.hpp"
 
 namespace llmctl::LLMCTL_ISA {
 
-constexpr int64_t kDirectTokens = kDotTokens / 2;   // up to here codes are unpacked in registers
+using Linear = void (*)(const PackedMatrix&, int64_t first_tile, int64_t last_tile, const Activations&, float* y, int64_t stride);
+
+constexpr int64_t kDirectTokens = kDotTokens;       // up to here codes are unpacked in registers
 constexpr int64_t kAhead = 4096;                    // bytes asked for ahead: the machine's own prefetcher stops at every page
 constexpr int64_t kChunkBlocks = 32;                // unpacked at a time; with the activations beside it fits the L1 cache
 constexpr int64_t kTokenBlock = 128;                // tokens that pass over an unpacked chunk
@@ -24,10 +29,12 @@ template <class S, int T> struct BlockScalars {
   int32_t start[kHasStart ? S::kScales * T : 1];
 };
 
-template <class S, int T> LLMCTL_INLINE void fill_scalars(const Activations& x, int64_t token, BlockScalars<S, T>* out) {
+// Tokens token .. token + count - 1; up to T the others stay as they are.
+template <class S, int T>
+LLMCTL_INLINE void fill_scalars(const Activations& x, int64_t token, int64_t count, BlockScalars<S, T>* out) {
   using Scalars = BlockScalars<S, T>;
   int64_t blocks = x.columns / kBlock;
-  for (int t = 0; t < T; ++t) {
+  for (int64_t t = 0; t < count; ++t) {
     const float* scales = x.scales + (token + t) * (x.columns_padded / 32);
     const int32_t* sums = x.sums + (token + t) * (x.columns_padded / 16);
     for (int64_t b = 0; b < blocks; ++b) {
@@ -81,14 +88,15 @@ LLMCTL_INLINE void store_rows(float* y, F32 a, int64_t rows) {
   else store_f32_first(y, a, (int)rows);
 }
 
-// T tokens times one tile, codes unpacked on the way.
+// T tokens times one tile, codes unpacked on the way; the first `count` results are stored.
 template <class L, int T>
 void direct_tile(const PackedMatrix& matrix, int64_t tile, const int8_t* x, int64_t x_stride, const BlockScalars<L, T>* scalars,
-                 float* y, int64_t stride) {
+                 float* y, int64_t stride, int64_t count) {
   const int64_t blocks = unit_blocks<L>(matrix), units = matrix.columns / (blocks * kBlock);
   const int64_t unit_bytes = layout_info(matrix.layout, matrix.group_size).tile_bytes;
   const uint8_t* unit = matrix.tile(tile);
   F32 sums[T];
+#pragma GCC unroll 8
   for (int t = 0; t < T; ++t) sums[t] = zero_f32();
   for (int64_t u = 0; u < units; ++u, unit += unit_bytes) {
     for (int64_t i = 0; i < unit_bytes; i += 64) __builtin_prefetch(unit + kAhead + i);
@@ -102,15 +110,28 @@ void direct_tile(const PackedMatrix& matrix, int64_t tile, const int8_t* x, int6
       add_block<L, T>(codes, scale + first, minimum + first, zero, x, x_stride, *scalars, sums);
     }
   }
-  for (int t = 0; t < T; ++t) store_rows(y + t * stride, sums[t], matrix.rows_in(tile));
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t)
+    if (t < count) store_rows(y + t * stride, sums[t], matrix.rows_in(tile));
 }
 
+// Up to T tokens. Fewer are moved beside tokens of zeros.
 template <class L, int T>
 void direct(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y, int64_t stride) {
-  auto* scalars = (BlockScalars<L, T>*)thread_scratch(x.columns / kBlock * sizeof(BlockScalars<L, T>));
-  fill_scalars<L, T>(x, 0, scalars);
-  for (int64_t tile = first_tile; tile < last_tile; ++tile)
-    direct_tile<L, T>(matrix, tile, x.codes, x.columns_padded, scalars, y + kTileRows * (tile - first_tile), stride);
+  const int64_t scalar_bytes = x.columns / kBlock * sizeof(BlockScalars<L, T>), missing = T - x.tokens;
+  auto* scratch = (int8_t*)thread_scratch(scalar_bytes + (missing ? T * x.columns_padded : 0));
+  auto* scalars = (BlockScalars<L, T>*)scratch;
+  const int8_t* codes = x.codes;
+  if (missing) {
+    const int64_t bytes = x.tokens * x.columns_padded;
+    codes = scratch + scalar_bytes;
+    std::memset(scratch, 0, scalar_bytes);
+    std::memcpy(scratch + scalar_bytes, x.codes, bytes);
+    std::memset(scratch + scalar_bytes + bytes, 0, missing * x.columns_padded);
+  }
+  fill_scalars<L, T>(x, 0, x.tokens, scalars);
+  for (int64_t tile = first_tile; tile < last_tile; ++tile, y += kTileRows)
+    direct_tile<L, T>(matrix, tile, codes, x.columns_padded, scalars, y, stride, x.tokens);
 }
 
 // Some blocks of a tile, unpacked.
@@ -121,22 +142,30 @@ struct Chunk {
   I32 zero[kChunkBlocks];
 };
 
-template <class L> void unpack_chunk(const PackedMatrix& matrix, int64_t tile, int64_t first, int64_t count, Chunk& chunk) {
+// Calls f(unit, block within it, scales, minima) for `count` blocks of a tile from block `first` on; scales and minima are the
+// block's own, kScales each.
+template <class L, class F>
+LLMCTL_INLINE void for_blocks(const PackedMatrix& matrix, int64_t tile, int64_t first, int64_t count, F f) {
   const int64_t blocks = unit_blocks<L>(matrix), unit_bytes = layout_info(matrix.layout, matrix.group_size).tile_bytes;
-  for (int64_t done = 0; done < count;) {
-    const uint8_t* unit = matrix.tile(tile) + (first + done) / blocks * unit_bytes;
+  const uint8_t* unit = matrix.tile(tile) + first / blocks * unit_bytes;
+  for (int64_t b = first % blocks; count > 0; b = 0, unit += unit_bytes) {
     F32 scale[L::kUnitScales], minimum[L::kUnitScales];
     L::scales(unit, scale, minimum);
-    I32 zero = zero_form<L>(unit);
-    for (int64_t b = (first + done) % blocks; b < blocks && done < count; ++b, ++done) {
-      dot_codes<L>(unit, b, chunk.codes[done]);
-      for (int s = 0; s < L::kScales; ++s) {
-        chunk.scale[done][s] = scale[scale_index<L>(b) + s];
-        if (L::kMinimum) chunk.minimum[done][s] = minimum[scale_index<L>(b) + s];
-      }
-      if (L::kZero) chunk.zero[done] = zero;
-    }
+    for (; b < blocks && count > 0; ++b, --count) f(unit, b, scale + scale_index<L>(b), minimum + scale_index<L>(b));
   }
+}
+
+template <class L> void unpack_chunk(const PackedMatrix& matrix, int64_t tile, int64_t first, int64_t count, Chunk& chunk) {
+  int64_t at = 0;
+  for_blocks<L>(matrix, tile, first, count, [&](const uint8_t* unit, int64_t block, const F32* scale, const F32* minimum) {
+    dot_codes<L>(unit, block, chunk.codes[at]);
+    for (int s = 0; s < L::kScales; ++s) {
+      chunk.scale[at][s] = scale[s];
+      if (L::kMinimum) chunk.minimum[at][s] = minimum[s];
+    }
+    if (L::kZero) chunk.zero[at] = zero_form<L>(unit);
+    ++at;
+  });
 }
 
 // T tokens times an unpacked chunk; y [T][16] goes on where the chunk before stopped.
@@ -176,7 +205,7 @@ void add_chunk_to_all(const Chunk& chunk, int64_t first, int64_t count, const Ac
 template <class S> void fill_all_scalars(const Activations& x, uint8_t* scalars) {
   for_groups<kDotTokens>(0, x.tokens, [&](auto size, int64_t token) {
     constexpr int kSize = decltype(size)::value;
-    fill_scalars<S, kSize>(x, token, (BlockScalars<S, kSize>*)scalars);
+    fill_scalars<S, kSize>(x, token, kSize, (BlockScalars<S, kSize>*)scalars);
     scalars += x.columns / kBlock * sizeof(BlockScalars<S, kSize>);
   });
 }
@@ -215,15 +244,19 @@ LLMCTL_INLINE Activations token_range(const Activations& x, int64_t first, int64
   return part;
 }
 
+// Not every number of tokens has a kernel of its own.
+constexpr int direct_size(int tokens) {
+  int size = tokens <= 4 ? tokens : tokens <= 6 ? 6 : 8;
+  return size <= kDirectTokens ? size : (int)kDirectTokens;
+}
+
 template <class L>
 void linear_int8(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y,
                  int64_t stride) {
-  for_8([&](auto i) {
-    constexpr int kTokens = decltype(i)::value + 1;
-    if constexpr (kTokens <= kDirectTokens)
-      if (x.tokens == kTokens) direct<L, kTokens>(matrix, first_tile, last_tile, x, y, stride);
-  });
-  if (x.tokens <= kDirectTokens) return;
+  constexpr Linear kDirect[] = {direct<L, direct_size(1)>, direct<L, direct_size(2)>, direct<L, direct_size(3)>,
+                                direct<L, direct_size(4)>, direct<L, direct_size(5)>, direct<L, direct_size(6)>,
+                                direct<L, direct_size(7)>, direct<L, direct_size(8)>};
+  if (x.tokens <= kDirectTokens) return kDirect[x.tokens - 1](matrix, first_tile, last_tile, x, y, stride);
   for (int64_t token = 0; token < x.tokens; token += kTokenBlock) {
     int64_t count = x.tokens - token < kTokenBlock ? x.tokens - token : kTokenBlock;
     unpacked<L>(matrix, first_tile, last_tile, token_range(x, token, count), y + token * stride, stride);
