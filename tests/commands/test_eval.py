@@ -117,3 +117,17 @@ def test_what_cannot_be_measured(call, models, text, tmp_path, arguments, messag
     assert done.code != 0
     assert message in done.err
     assert done.out == ""
+
+
+def test_what_int8_activations_cost(call, models, text, tmp_path):
+    pytest.importorskip("llmctl.kernels.native._native", reason="it is not built")
+    file = tmp_path / "tiny.gguf"
+    assert call("quantize", models["llama"], "--bits", 8, "-o", file, "-q").code == 0
+    options = ("--text", text, "-c", 64, "--backend", "native", "--kv-type", "f32", "--json", "-q")
+    rounded = json.loads(call("eval", file, "--against-activations", "float", *options).out)
+    assert (rounded["model"]["activations"], rounded["against"]["activations"]) == ("int8", "float")
+    assert 1e-6 < rounded["comparison"]["kl"]["value"] < 0.05
+    exact = json.loads(call("eval", file, "--activations", "float", "--against-backend", "reference", *options).out)
+    assert exact["against"]["backend"] == "reference"
+    assert exact["comparison"]["kl"]["value"] < 1e-6
+    assert exact["comparison"]["same_top"]["value"] == 1
