@@ -1,12 +1,9 @@
 // Pages: writing a token, reading it back, and a tile of keys or values as float32.
 #pragma once
 
-#include "attention.hpp"
+#include "attention_merge.inl.hpp"
 
 namespace llmctl::LLMCTL_ISA {
-
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 inline F32 load_lanes(const float* p) { return load_f32(p); }
 struct Half { uint16_t bits; };
