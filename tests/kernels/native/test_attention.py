@@ -208,6 +208,23 @@ def test_bits_do_not_depend_on_chunks(isa: str, type: str, options: dict[str, An
 
 
 @every_isa
+def test_bits_of_the_smallest_numbers(isa: str) -> None:
+    """Values around the least normal number, where the tile unit takes subnormal ones for 0: for each row in the same way."""
+
+    def small() -> Sequences:
+        sequences = make(isa, [130], 6, 2, 32, own(isa, "f32"))
+        sequences.values[0] *= np.float32(2.0**-126)
+        sequences.keys[0][::3] *= np.float32(2.0**-127)
+        return sequences
+
+    whole = small().in_chunks(130)
+    assert np.isfinite(whole).all()
+    assert np.abs(whole).max() > 0
+    for size in (1, 5, 48):
+        np.testing.assert_array_equal(small().in_chunks(size), whole)
+
+
+@every_isa
 def test_bits_of_decoding_beyond_two_partitions(isa: str) -> None:
     """Long contexts, where decode is divided by partitions and merged, prefill is not."""
     whole = make(isa, [1100], 4, 2, 32, own(isa, "f16")).in_chunks(1100)
