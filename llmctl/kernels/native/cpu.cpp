@@ -28,6 +28,7 @@ LLMCTL_DECLARE(avx2)
 LLMCTL_DECLARE(avxvnni)
 LLMCTL_DECLARE(avx512)
 namespace amx {
+extern const AttentionKernels tile_attention;
 void linear(const PackedMatrix&, int64_t first_tile, int64_t last_tile, const Activations&, float* y, int64_t stride);
 }
 #elif defined(__aarch64__)
@@ -74,9 +75,11 @@ Features detect() {
   found.avx2 = fma_f16c && all(leaf7_b, bit(5)) && all(saved, 0x6);                 // SSE and AVX state
   found.avx512 = found.avx2 && all(leaf7_b, bit(16) | bit(17) | bit(30) | bit(31))  // F, DQ, BW, VL
                  && all(leaf7_c, bit(11)) && all(saved, 0xE6);                      // VNNI; masks and the upper halves
-  found.amx = found.avx512 && all(leaf7_d, bit(24) | bit(25))                       // AMX-TILE, AMX-INT8
+  found.amx = found.avx512 && all(leaf7_d, bit(22) | bit(24) | bit(25))             // AMX-BF16, AMX-TILE, AMX-INT8
               && all(saved, bit(17) | bit(18)) && tiles_are_granted();
-  if (last >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avxvnni = found.avx2 && all(a, bit(4));
+  if (last < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) a = 0;
+  found.avxvnni = found.avx2 && all(a, bit(4));
+  found.amx = found.amx && all(a, bit(5));                                          // AVX512-BF16
   return found;
 }
 
@@ -126,6 +129,7 @@ const Kernels* amx_kernels() {
     Kernels kernels = avx512::kKernels;
     kernels.name = "amx";
     kernels.linear = amx::linear;
+    kernels.attention = &amx::tile_attention;
     return kernels;
   }();
   return features().amx ? &table : nullptr;

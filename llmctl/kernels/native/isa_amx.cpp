@@ -1,6 +1,7 @@
-// Only `linear` is of its own here: the table "amx" (cpu.cpp) is that of AVX-512 otherwise.
+// Linear layers and attention over bf16 pages are of its own here: the table "amx" (cpu.cpp) is that of AVX-512 otherwise.
 #include "simd/avx512.hpp"
 //
+#include "attention_amx.inl.hpp"
 #include "kernels.hpp"
 #include "linear_amx.inl.hpp"
 
