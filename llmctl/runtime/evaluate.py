@@ -7,13 +7,16 @@ The Kullback-Leibler divergence is that of the model from the other one, KL(othe
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
 from llmctl.errors import LlmctlError, UsageError
+from llmctl.kernels.sample import argmax
 from llmctl.runtime.cache.block_manager import BlockManager
 from llmctl.runtime.engine.model_runner import BLOCK_SIZE, ModelRunner
 from llmctl.runtime.engine.scheduler import ScheduledChunk
@@ -26,6 +29,7 @@ from llmctl.runtime.tokenizer import Tokenizer
 SHORTEST_CHUNK = 4
 _PREFILL_CHUNK = 512
 _LOGITS_BYTES = 64 << 20  # at once, of one model
+_LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,9 @@ class Estimate:
 
     def exp(self) -> Estimate:
         """Its exponential; the error to first order."""
-        value = math.exp(self.value)
-        return Estimate(value, value * self.error)
+        if self.value >= _LARGEST_EXPONENT:
+            return Estimate(math.inf, math.inf)
+        return Estimate(math.exp(self.value), math.exp(self.value) * self.error)
 
 
 @dataclass(frozen=True)
@@ -76,13 +81,13 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class _Scores:
-    """One number a place [n]: −log p of the text's token under the model and under the other, KL, whether the tops agree."""
+class _Score:
+    """One place: −log p of the text's token under the model and under the other, KL, 1.0 where the tops agree."""
 
-    nll: np.ndarray
-    other_nll: np.ndarray
-    kl: np.ndarray
-    same_top: np.ndarray
+    nll: float
+    other_nll: float = 0.0
+    kl: float = 0.0
+    same_top: float = 1.0
 
 
 def cut(tokenizer: Tokenizer, text: str, context_length: int, limit: int | None = None) -> list[list[int]]:
@@ -115,12 +120,12 @@ def evaluate(
         raise UsageError(f"the models have {model.num_tokens} and {other.num_tokens} tokens: they cannot be compared")
     length = len(chunks[0])
     readers = [LogitsReader(each, length) for each in (model, other) if each is not None]
-    parts = []
+    scores = []
     for number, chunk in enumerate(chunks):
-        parts += [_score(rows, targets) for rows, targets in _aligned(readers, chunk)]
+        scores += [_score(rows, target) for rows, target in _places(readers, chunk)]
         if progress:
             progress(number + 1)
-    return _summary(len(chunks), length, parts, other is not None)
+    return _summary(len(chunks), length, scores, other is not None)
 
 
 class LogitsReader:
@@ -149,46 +154,51 @@ class LogitsReader:
         return logits
 
 
-def _aligned(readers: list[LogitsReader], chunk: list[int]) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
-    """Pieces of a chunk's second half: every model's logits and the ids that follow. The last token is only a target."""
+def _places(readers: list[LogitsReader], chunk: list[int]) -> Iterator[tuple[tuple[np.ndarray, ...], int]]:
+    """Every place of a chunk's second half: each model's logits [num_tokens], and the id that follows. The chunk's last token
+    only follows."""
     first = len(chunk) // 2
     step = max(1, _LOGITS_BYTES // (4 * readers[0].num_tokens))
-    targets = np.asarray(chunk[first + 1 :])
     pieces = zip(*(reader.rows(chunk[:-1], first, step) for reader in readers), strict=True)
-    for number, rows in enumerate(pieces):
-        yield list(rows), targets[number * step : (number + 1) * step]
+    rows = itertools.chain.from_iterable(zip(*piece, strict=True) for piece in pieces)
+    return zip(rows, chunk[first + 1 :], strict=True)
 
 
-def _score(rows: list[np.ndarray], targets: np.ndarray) -> _Scores:
-    """Compare one piece: logits [n, V] of one or two models, targets [n]."""
+def _score(rows: tuple[np.ndarray, ...], target: int) -> _Score:
+    """Score one place by the logits [V] of one or two models."""
     model, other = rows[0], rows[-1]
-    places = np.arange(len(targets))
-    weights, normalizer = _softmax_parts(model)
-    nll = normalizer - model[places, targets]
+    normalizer = _softmax_parts(model)[1]
     if len(rows) == 1:
-        return _Scores(nll, nll, np.zeros_like(nll), np.ones_like(nll))
+        return _Score(normalizer - float(model[target]))
     weights, other_normalizer = _softmax_parts(other)
     # Σ p (log p − log q), with the logits' difference taken first: equal models are exactly 0 apart, others right to 1e-6.
-    weighted = (weights * (other - model)).sum(1, dtype=np.float64) / weights.sum(1, dtype=np.float64)
-    kl = weighted - (other_normalizer - normalizer)
-    same_top = (model.argmax(1) == other.argmax(1)).astype(np.float64)
-    return _Scores(nll, other_normalizer - other[places, targets], kl, same_top)
-
-
-def _softmax_parts(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(exp(logits − their maximum) [n, V], log Σ exp(logits) [n] in float64)."""
-    largest = logits.max(1)
-    if not np.isfinite(largest).all():
-        raise LlmctlError("the model computed logits that are not numbers: its weights are broken, or overflow in this dtype")
-    weights = np.exp(logits - largest[:, None])
-    return weights, largest + np.log(weights.sum(1, dtype=np.float64))
-
-
-def _summary(num_chunks: int, context_length: int, parts: list[_Scores], compared: bool) -> Evaluation:
-    nll, other_nll, kl, same_top = (
-        np.concatenate([getattr(part, name) for part in parts]) for name in ("nll", "other_nll", "kl", "same_top")
+    weighted = (weights * (other - model)).sum(dtype=np.float64) / weights.sum(dtype=np.float64)
+    return _Score(
+        nll=normalizer - float(model[target]),
+        other_nll=other_normalizer - float(other[target]),
+        kl=float(weighted) - (other_normalizer - normalizer),
+        same_top=float(argmax(model) == argmax(other)),
     )
-    comparison = Comparison(
+
+
+def _softmax_parts(logits: np.ndarray) -> tuple[np.ndarray, float]:
+    """(exp(logits − their maximum) [V], log Σ exp(logits))."""
+    largest = logits.max()
+    if not np.isfinite(largest):
+        raise LlmctlError("the model computed logits that are not numbers: its weights are broken, or overflow in this dtype")
+    weights = np.exp(logits - largest)
+    return weights, float(largest) + math.log(weights.sum(dtype=np.float64))
+
+
+def _summary(num_chunks: int, context_length: int, scores: list[_Score], compared: bool) -> Evaluation:
+    nll, other_nll, kl, same_top = np.array([astuple(score) for score in scores]).T
+    perplexity = Estimate.mean(nll).exp()
+    comparison = _comparison(nll, other_nll, kl, same_top) if compared else None
+    return Evaluation(num_chunks, context_length, len(scores), perplexity, comparison)
+
+
+def _comparison(nll: np.ndarray, other_nll: np.ndarray, kl: np.ndarray, same_top: np.ndarray) -> Comparison:
+    return Comparison(
         perplexity=Estimate.mean(other_nll).exp(),
         perplexity_ratio=Estimate.mean(nll - other_nll).exp(),
         kl=Estimate.mean(kl),
@@ -197,5 +207,3 @@ def _summary(num_chunks: int, context_length: int, parts: list[_Scores], compare
         kl_max=float(kl.max()),
         same_top=Estimate.mean(same_top),
     )
-    perplexity = Estimate.mean(nll).exp()
-    return Evaluation(num_chunks, context_length, len(nll), perplexity, comparison if compared else None)

@@ -96,6 +96,11 @@ def test_a_sure_model_has_perplexity_one_and_an_ignorant_one_the_size_of_the_voc
     assert ignorant.perplexity.value == pytest.approx(VOCAB)
 
 
+def test_a_perplexity_beyond_any_float_is_infinite(stub_model):
+    wrong = evaluate(stub_model(lambda ids: 1e4 * np.eye(VOCAB)[ids[-1]]), [[*range(12)]])
+    assert wrong.perplexity == Estimate(math.inf, math.inf)
+
+
 def test_tokens_the_sampler_may_not_draw_have_no_share(stub_model):
     result = evaluate(stub_model(lambda ids: np.full(VOCAB, 3.0), num_tokens=20), [[*range(12)]])
     assert result.perplexity.value == pytest.approx(20)
