@@ -43,10 +43,10 @@ class Markdown:
 
     def _begin(self, row: Row) -> None:
         """A negative width aligns to the left."""
-        from llmctl.kernels.backend import KV_TYPES
+        from llmctl.kernels.backend import default_kv_type
 
         self._columns = [("model", -30), ("size", 10), ("params", 10), ("backend", -10), ("threads", 7)]
-        usual = {"dtype": "float32", "type_k": KV_TYPES[row["backends"]][0]}
+        usual = {"dtype": "float32", "type_k": default_kv_type(row["backends"])}
         self._columns += [(name, -8) for name, value in usual.items() if row[name] != value]
         self._columns += [("activations", -11)] if row["activations"] == "float" else []
         self._columns += [("devices", -12)] if row["devices"] != "cpu" else []

@@ -68,12 +68,20 @@ def choose_compute(
     kv_types = KV_TYPES[chosen]
     if kv_type is not None and kv_type not in kv_types:
         raise UsageError(f"the {chosen} backend keeps its KV cache in {', '.join(kv_types)}, not in {kv_type!r}")
-    kv_type = kv_type or kv_types[0]
+    kv_type = kv_type or default_kv_type(chosen)
     if chosen == "native":
         return Compute(chosen, device, _native_dtype(dtype), kv_type, _native_activations(activations))
     if activations is not None:
         raise UsageError(f"--activations {activations}: the {chosen} backend has no such choice, only native has")
     return Compute(chosen, device, dtype, kv_type, fallback=fallback)
+
+
+def default_kv_type(backend: str) -> str:
+    """The cache type of those who ask for none: the first of KV_TYPES, but bf16 where AMX multiplies it, which reads a long
+    prompt three times as fast and is as close to float32 as int8 activations let anyone see."""
+    if backend == "native" and instruction_set().endswith("(amx)"):
+        return "bf16"
+    return KV_TYPES[backend][0]
 
 
 def _choose_backend(backend: str, device: str) -> tuple[str, str | None]:
