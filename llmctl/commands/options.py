@@ -76,7 +76,10 @@ DtypeOption = Annotated[
 KvTypeOption = Annotated[
     KvType | None,
     typer.Option(
-        "--kv-type", case_sensitive=False, help="Element type of the KV cache.", show_default="native f16, or bf16 with AMX; reference f32"
+        "--kv-type",
+        case_sensitive=False,
+        help="Element type of the KV cache.",
+        show_default="native f16, with AMX bf16; reference f32",
     ),
 ]
 ActivationsOption = Annotated[
