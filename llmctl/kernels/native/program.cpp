@@ -165,6 +165,7 @@ struct Program::MatrixPhase : Program::Phase {
   }
 
   void run(Program& program, int number) override {
+    if (num_rows == 0) return;   // a chunk inside a prompt asks for no logits
     Worker& worker = *program.workers_[number];
     Stopwatch watch = program.stopwatch(*this, number);
     if (own_rows) {

@@ -104,3 +104,12 @@ def test_the_engine_computes_only_the_logits_it_needs(folder: Callable[..., Path
         return [sequence.completion_token_ids for sequence in sequences]
 
     assert greedy(native(folder(0))) == greedy(load_model(folder(0), backend="reference"))
+
+
+def test_a_chunk_inside_a_prompt_asks_for_no_logits(folder: Callable[..., Path]) -> None:
+    model = native(folder(0))
+    engine = Engine(model, prefill_chunk=32)
+    sequence = engine.add(IDS, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    outputs = [engine.step() for _ in range(3)]
+    assert [len(output) for output in outputs] == [0, 0, 1]
+    assert sequence.completion_token_ids == [int(compute_logits(model, IDS)[-1].argmax())]
