@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from llmctl.kernels.formats.codecs import dequantize, quantize
 from llmctl.kernels.formats.spec import FORMATS
 from llmctl.kernels.moe import Routing
 
-pytest.importorskip("llmctl.kernels.native._native", reason="the native extension is not built")
+importlib.import_module("llmctl.kernels.native._native")
 
 from llmctl.kernels.linear._native import pack_weight
 from llmctl.kernels.moe._native import make_moe, native_routing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from llmctl.kernels.formats.packed_int import PackedIntTensor
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import FORMATS
 
-pytest.importorskip("llmctl.kernels.native._native")
+importlib.import_module("llmctl.kernels.native._native")
 
 from llmctl.kernels.native._native import PackedWeight, ThreadPool
 
