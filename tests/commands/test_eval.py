@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from pathlib import Path
@@ -121,7 +120,6 @@ def test_what_cannot_be_measured(call, models, text, tmp_path, arguments, messag
 
 
 def test_what_int8_activations_cost(call, models, text, tmp_path):
-    importlib.import_module("llmctl.kernels.native._native")
     file = tmp_path / "tiny.gguf"
     assert call("quantize", models["llama"], "--bits", 8, "-o", file, "-q").code == 0
     options = ("--text", text, "-c", 64, "--backend", "native", "--kv-type", "f32", "--json", "-q")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 
 import bench_kernels
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from bench_kernels import FORMATS, Row, line, main, random_bytes
 
-native = importlib.import_module("llmctl.kernels.native._native")
+from llmctl.kernels.native import _native as native
 
 
 @pytest.fixture(autouse=True)

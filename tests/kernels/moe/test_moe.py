@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
 
 import numpy as np
@@ -13,15 +12,12 @@ from test_routing import ROUTINGS
 from llmctl.kernels.formats.codecs import dequantize, quantize
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import FORMATS
-from llmctl.kernels.moe import Routing
-from llmctl.kernels.moe._reference import moe, route
-from llmctl.kernels.swiglu import ACTIVATIONS
-
-importlib.import_module("llmctl.kernels.native._native")
-
 from llmctl.kernels.linear._native import pack_weight
+from llmctl.kernels.moe import Routing
 from llmctl.kernels.moe._native import make_moe
+from llmctl.kernels.moe._reference import moe, route
 from llmctl.kernels.native import _native as native
+from llmctl.kernels.swiglu import ACTIVATIONS
 
 HIDDEN, INTERMEDIATE = 96, 160
 PARTS = ("gate", "up", "down")

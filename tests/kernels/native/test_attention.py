@@ -3,7 +3,6 @@ itself bit for bit however the tokens are divided into calls."""
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 
 from llmctl.kernels._reference import ReferenceOps
 from llmctl.kernels.attention import BatchDescription
-
-native = importlib.import_module("llmctl.kernels.native._native")
+from llmctl.kernels.native import _native as native
 
 PAGE = 16
 TYPES = ["f32", "f16", "bf16", "q8_0"]

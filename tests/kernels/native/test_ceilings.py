@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 
-native = importlib.import_module("llmctl.kernels.native._native")
+from llmctl.kernels.native import _native as native
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-
 import numpy as np
 import pytest
 
 from llmctl.kernels.formats.codecs import dequantize, quantize
 from llmctl.kernels.formats.spec import FORMATS
-from llmctl.kernels.moe import Routing
-
-importlib.import_module("llmctl.kernels.native._native")
-
 from llmctl.kernels.linear._native import pack_weight
+from llmctl.kernels.moe import Routing
 from llmctl.kernels.moe._native import make_moe, native_routing
 from llmctl.kernels.native import _native as native
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -15,8 +14,7 @@ from packing import pack, pack_groups
 from llmctl.kernels.formats.codecs import dequantize_blocks
 from llmctl.kernels.formats.layouts import LAYOUTS
 from llmctl.kernels.formats.spec import FORMATS
-
-native = importlib.import_module("llmctl.kernels.native._native")
+from llmctl.kernels.native import _native as native
 
 PLAIN = ["F32", "F16", "BF16"]
 SMALL = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"]

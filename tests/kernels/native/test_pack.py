@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -13,8 +12,7 @@ import pytest
 from packing import pack, pack_groups
 
 from llmctl.kernels.formats.spec import FORMATS
-
-native = importlib.import_module("llmctl.kernels.native._native")
+from llmctl.kernels.native import _native as native
 
 BLOCK_LAYOUTS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS"]
 PLAIN_LAYOUTS = ["F32", "F16", "BF16"]

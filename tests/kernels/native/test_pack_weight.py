@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import subprocess
 import sys
@@ -11,16 +10,12 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
+from llmctl.kernels.native._native import PackedWeight, ThreadPool
 
 from llmctl.kernels.formats.codecs import dequantize, dequantize_blocks
 from llmctl.kernels.formats.packed_int import PackedIntTensor
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import FORMATS
-
-importlib.import_module("llmctl.kernels.native._native")
-
-from llmctl.kernels.native._native import PackedWeight, ThreadPool
-
 from llmctl.kernels.linear import _native as linear
 from llmctl.kernels.linear._native import NATIVE_FORMATS, pack_weight
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-native = importlib.import_module("llmctl.kernels.native._native")
+from llmctl.kernels.native import _native as native
 
 SOURCES = Path(native.__file__).parent
 SIZES = [1, 2, 3, 7]

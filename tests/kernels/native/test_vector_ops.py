@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-native = importlib.import_module("llmctl.kernels.native._native")
+from llmctl.kernels.native import _native as native
 
 LENGTHS = [1, 3, 15, 16, 17, 48, 63, 64, 65, 80, 127, 576, 1000]
 ULP = 2.0**-23
