@@ -13,6 +13,7 @@ import subprocess
 import pytest
 
 from llmctl.commands.bench import _model_type
+from llmctl.kernels.backend import default_kv_type
 from llmctl.runtime.loading import open_model
 
 HEADER = (
@@ -81,7 +82,8 @@ def test_json_has_llama_benchs_keys_and_our_version(call, scripted):
         assert set(LLAMA_BENCH_KEYS) <= set(row)
         assert (row["n_gpu_layers"], row["flash_attn"], row["embeddings"], row["poll"]) == (0, 0, False, None)
         assert row["model_filename"] == str(scripted)
-        assert (row["type_k"], row["type_v"], row["dtype"], row["devices"]) == ("f16", "f16", "float32", "cpu")
+        kept = default_kv_type("native")
+        assert (row["type_k"], row["type_v"], row["dtype"], row["devices"]) == (kept, kept, "float32", "cpu")
         assert row["activations"] == "int8"
         assert (row["n_depth"], row["n_batch"]) == (4, 512)
         assert row["n_prompt"] + row["n_gen"] in (16, 2)
@@ -129,9 +131,9 @@ def test_number_types_show_when_they_are_not_the_usual_ones(call, scripted):
     header, _, row = done.out.splitlines()
     assert [cell.strip() for cell in header.split("|")][5:8] == ["threads", "dtype", "type_k"]
     assert [cell.strip() for cell in row.split("|")][6:8] == ["bfloat16", "f16"]
-    header, _, row = call("bench", scripted, *few, "--activations", "float", "--kv-type", "bf16").out.splitlines()
+    header, _, row = call("bench", scripted, *few, "--activations", "float", "--kv-type", "f32").out.splitlines()
     assert [cell.strip() for cell in header.split("|")][5:8] == ["threads", "type_k", "activations"]
-    assert [cell.strip() for cell in row.split("|")][6:8] == ["bf16", "float"]
+    assert [cell.strip() for cell in row.split("|")][6:8] == ["f32", "float"]
 
 
 def test_a_gguf_is_named_as_llama_bench_would(smollm2_gguf):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from llmctl.kernels.backend import default_kv_type
 from llmctl.kernels.native import why_missing
 
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason="the native extension is not built")
@@ -43,7 +44,7 @@ def test_the_trap_works(llmctl, trap: dict[str, str], scripted: Path) -> None:
 def test_run(without_torch: Try, scripted: Path) -> None:
     assert without_torch("run", scripted, "What?", "-q") == "Paris is the answer.\n"
     answer = json.loads(without_torch("run", scripted, "What?", "--json", "--temp", "0.7", "--top-k", "5", "--seed", "3"))
-    assert (answer["backend"], answer["activations"], answer["kv_type"]) == ("native", "int8", "f16")
+    assert (answer["backend"], answer["activations"], answer["kv_type"]) == ("native", "int8", default_kv_type("native"))
     assert without_torch("run", scripted, "-q", input="What?") == "Paris is the answer.\n"
 
 

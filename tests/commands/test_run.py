@@ -18,6 +18,7 @@ import pytest
 
 from llmctl.commands.prompt_input import join_prompt, split_arguments
 from llmctl.errors import UsageError
+from llmctl.kernels.backend import default_kv_type
 
 ANSWER = "Paris is the answer."
 MORE = ("-p", "M", "--no-chat", "--temp", "0")  # " more" until the context is full
@@ -137,7 +138,7 @@ def test_an_answer_that_ends_its_line_gets_no_second_line_break(call, scripted):
 def test_verbose_names_what_was_used_and_what_it_took(call, scripted):
     err = call("run", scripted, "What?", "-v", "--top-k", "7", "--seed", "11", "-c", "500", "-t", "1").err
     assert f"model: {scripted} (llama, " in err
-    assert "backend: native on cpu, 1 threads, float32, int8 activations, f16 cache" in err
+    assert f"backend: native on cpu, 1 threads, float32, int8 activations, {default_kv_type('native')} cache" in err
     assert "context: 500 tokens" in err
     order = ["repetition_penalty 1.0", "presence_penalty 0.0", "frequency_penalty 0.0", "top_k 7", "top_p 0.95", "min_p 0.05"]
     assert " -> ".join([*order, "temperature 0.8"]) in err
@@ -159,7 +160,7 @@ def test_json_is_one_document(call, scripted):
     assert got["token_ids"][-1] == 2
     assert len(got["token_ids"]) == 6
     assert (got["model"], got["path"], got["family"]) == (str(scripted), str(scripted), "llama")
-    assert (got["backend"], got["device"], got["dtype"], got["kv_type"]) == ("native", "cpu", "float32", "f16")
+    assert (got["backend"], got["device"], got["dtype"], got["kv_type"]) == ("native", "cpu", "float32", default_kv_type("native"))
     assert got["activations"] == "int8"
     assert got["context_length"] == 20_000
     assert got["sampling"]["seed"] == 5

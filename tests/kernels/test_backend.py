@@ -13,7 +13,15 @@ import pytest
 
 from llmctl.errors import UnsupportedError, UsageError
 from llmctl.kernels import backend, native
-from llmctl.kernels.backend import MOST_THREADS, Compute, capabilities, choose_compute, make_ops, require_head_dim
+from llmctl.kernels.backend import (
+    MOST_THREADS,
+    Compute,
+    capabilities,
+    choose_compute,
+    default_kv_type,
+    make_ops,
+    require_head_dim,
+)
 from llmctl.kernels.formats.spec import FORMATS
 
 
@@ -28,7 +36,7 @@ Here = Callable[["str | None"], None]
 
 def test_auto_is_the_native_backend_on_a_cpu(here: Here) -> None:
     here(None)
-    assert choose_compute() == Compute("native", "cpu", "float32", "f16", "int8")
+    assert choose_compute() == Compute("native", "cpu", "float32", default_kv_type("native"), "int8")
     assert choose_compute(kv_type="q8_0", activations="float") == Compute("native", "cpu", "float32", "q8_0", "float")
 
 
@@ -129,3 +137,9 @@ def test_why_the_extension_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_asking_for_capabilities_does_not_import_torch() -> None:
     code = "import sys; from llmctl.kernels.backend import capabilities; capabilities(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_cache_is_bf16_where_amx_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for isa, kept in (("AMX with AVX-512 (amx)", "bf16"), ("AVX2 (avx2)", "f16")):
+        monkeypatch.setattr("llmctl.kernels.backend.instruction_set", lambda isa=isa: isa)
+        assert choose_compute().kv_type == kept
