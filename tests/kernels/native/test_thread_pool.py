@@ -150,19 +150,6 @@ def test_threads_end_with_their_pool_and_take_no_signals():
     assert names().count("llmctl-1") == before
 
 
-def test_a_pool_of_one_starts_no_thread_and_costs_nothing():
-    pool = native.ThreadPool(1)
-    assert min(pool.barrier_seconds(1000) for _ in range(5)) < 1e-7
-    assert min(pool.run_seconds(1000) for _ in range(5)) < 1e-6
-
-
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two cores")
-def test_a_barrier_is_quick():
-    """Where both run. Under load a run is repeated: the best one counts, and the bound is wide."""
-    pool = native.ThreadPool(2)
-    assert min(pool.barrier_seconds(2000) for _ in range(50)) < 20e-6
-
-
 @pytest.mark.unchecked
 def test_nothing_races(tmp_path):
     """The pool under ThreadSanitizer, in a program of its own."""
