@@ -149,16 +149,23 @@ struct Program::MatrixPhase : Program::Phase {
     if (gated) worker.chunk_up.reserve(block * widest);
   }
 
+  // Tiles in a piece, so that every worker gets as many pieces of a size and none is larger than kPrefillTiles.
+  static int64_t even_step(int64_t tiles, int64_t workers) {
+    const int64_t rounds = (tiles + workers * kPrefillTiles - 1) / (workers * kPrefillTiles);
+    return std::max<int64_t>(1, (tiles + workers * rounds - 1) / (workers * rounds));
+  }
+
   // Splits the segments' tiles into pieces of work. More tokens make a tile heavier, so pieces become smaller.
   void list_chunks(const Program& program) {
     chunks.clear();
     int64_t total = 0;
     for (const Segment& segment : segments) total += segment.matrix.tiles();
     const int64_t pieces = kChunksPerWorker * program.pool_->size();
-    const int64_t wanted = std::clamp<int64_t>(total / pieces, 1, num_rows > 8 ? kPrefillTiles : kMostTiles);
+    const int64_t wanted = std::clamp<int64_t>(total / pieces, 1, kMostTiles);
     for (size_t i = 0; i < segments.size(); i++) {
       const int64_t unit = std::max<int64_t>(1, segments[i].head_dim / kTileRows);
-      const int64_t step = std::max<int64_t>(1, wanted / unit) * unit;
+      const int64_t even = even_step(segments[i].matrix.tiles(), program.pool_->size());
+      const int64_t step = std::max<int64_t>(1, (num_rows > 8 ? even : wanted) / unit) * unit;
       for (int64_t tile = 0; tile < segments[i].matrix.tiles(); tile += step)
         chunks.push_back({static_cast<int>(i), tile, std::min(tile + step, segments[i].matrix.tiles())});
     }
@@ -226,8 +233,8 @@ struct Program::MatrixPhase : Program::Phase {
     }
   }
 
-  Activations activations(Program& program, Worker& worker, const Segment& segment, int64_t first, int64_t count) {
-    if (program.int8_ && !is_plain(segment.matrix.layout))
+  Activations activations(Program& program, Worker& worker, const PackedMatrix& matrix, int64_t first, int64_t count) {
+    if (program.int8_ && !is_plain(matrix.layout))
       return (own_rows ? worker.quantized : shared).rows(first, count, columns);
     return {count, columns, padded_columns(columns), worker.view[input] + first * columns, columns, nullptr, nullptr, nullptr};
   }
@@ -237,43 +244,44 @@ struct Program::MatrixPhase : Program::Phase {
     const Kernels& kernels = *program.kernels_;
     const int64_t first_column = chunk.first_tile * kTileRows;
     const int64_t width = std::min(chunk.last_tile * kTileRows, segment.matrix.rows) - first_column;
-    const int64_t stride = (chunk.last_tile - chunk.first_tile) * kTileRows;
-    const Activations x = activations(program, worker, segment, first, count);
-    kernels.linear(segment.matrix, chunk.first_tile, chunk.last_tile, x, worker.chunk.get(), stride);
-    if (segment.gated) {
-      const Activations x_up = segment.up.layout == segment.matrix.layout ? x : activations_for(program, worker, segment.up, first, count);
-      kernels.linear(segment.up, chunk.first_tile, chunk.last_tile, x_up, worker.chunk_up.get(), stride);
+    int64_t stride = (chunk.last_tile - chunk.first_tile) * kTileRows;
+    float* y = worker.chunk.get();
+    if (stays_in_place(segment)) {
+      stride = program.buffers_[segment.out].width;
+      y = worker.view[segment.out] + first * stride + first_column;
     }
+    kernels.linear(segment.matrix, chunk.first_tile, chunk.last_tile,
+                   activations(program, worker, segment.matrix, first, count), y, stride);
+    if (segment.gated)
+      kernels.linear(segment.up, chunk.first_tile, chunk.last_tile, activations(program, worker, segment.up, first, count),
+                     worker.chunk_up.get(), stride);
     for (int64_t t = 0; t < count; t++)
-      finish_row(program, worker, segment, first + t, first_column, width, worker.chunk.get() + t * stride,
+      finish_row(program, worker, segment, first + t, first_column, width, y + t * stride,
                  segment.gated ? worker.chunk_up.get() + t * stride : nullptr);
   }
 
-  Activations activations_for(Program& program, Worker& worker, const PackedMatrix& matrix, int64_t first, int64_t count) {
-    Segment other;
-    other.matrix = matrix;
-    return activations(program, worker, other, first, count);
-  }
+  // True where the products go to their buffer at once: nothing else is to be read there, and they are no heads for pages.
+  static bool stays_in_place(const Segment& segment) { return !segment.gated && segment.residual < 0 && !segment.pages; }
 
-  // What follows on `width` outputs of one token, from column `first` on.
+  // What follows on `width` outputs of one token, from column `first` on; the last step writes to where they belong.
   void finish_row(Program& program, Worker& worker, const Segment& segment, int64_t row, int64_t first, int64_t width,
                   float* y, float* up) {
     const Kernels& kernels = *program.kernels_;
+    const int64_t out_width = segment.pages ? 0 : program.buffers_[segment.out].width;
+    float* out = segment.pages ? y : worker.view[segment.out] + row * out_width + first;
     if (segment.bias) kernels.add(y, segment.bias + first, width, y);
     if (segment.gated) {
       if (segment.up_bias) kernels.add(up, segment.up_bias + first, width, up);
-      kernels.gated_activation(y, up, segment.activation, width, y);
+      float* target = segment.residual < 0 ? out : y;
+      kernels.gated_activation(y, up, segment.activation, width, target);
+      y = target;
     }
     if (segment.scale != 1.0f) kernels.scale(y, segment.scale, width, y);
     if (segment.softcap != 0.0f) kernels.softcap(y, segment.softcap, width, y);
     if (segment.head_dim) finish_heads(program, worker, segment, row, first, width, y);
-    if (segment.pages) return;
-    float* out = worker.view[segment.out] + row * program.buffers_[segment.out].width + first;
     if (segment.residual >= 0) {
       const int64_t stride = program.buffers_[segment.residual].width;
       kernels.add(worker.view[segment.residual] + row * stride + first, y, width, out);
-    } else {
-      std::memcpy(out, y, width * sizeof(float));
     }
   }
 

@@ -6,15 +6,13 @@ grows and given back when it ends or is cut short. Nothing here touches tensors.
 
 from __future__ import annotations
 
-from collections import deque
-
 
 class BlockManager:
     """A pool of `num_blocks` pages of `block_size` tokens."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self._free = deque(range(num_blocks))
+        self._free = list(range(num_blocks))[::-1]  # the end is taken first: pages just given back are in memory still
 
     @property
     def num_free(self) -> int:
@@ -33,10 +31,10 @@ class BlockManager:
         """Append free pages until the table holds `num_tokens` tokens; the caller has asked `can_grow`."""
         missing = self.blocks_for(num_tokens) - len(block_table)
         assert missing <= self.num_free, "grow() without can_grow()"
-        block_table.extend(self._free.popleft() for _ in range(missing))
+        block_table.extend(self._free.pop() for _ in range(missing))
 
     def shrink(self, block_table: list[int], num_tokens: int) -> None:
         """Give back the pages beyond the first `num_tokens` tokens (0 gives back all): rollback and release."""
         keep = self.blocks_for(num_tokens)
-        self._free.extend(block_table[keep:])
+        self._free.extend(reversed(block_table[keep:]))
         del block_table[keep:]
