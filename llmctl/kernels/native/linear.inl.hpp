@@ -56,41 +56,56 @@ static void dequantize_row(const PackedMatrix& matrix, int64_t row, float* out) 
   }
 }
 
-// 16 columns: codes and their sum.
-LLMCTL_INLINE int32_t quantize_16(F32 x, F32 inverse, int8_t* codes) {
-  I32 code = to_i32(mul(x, inverse));
-  store_i8(codes, code);
-  return reduce_add(code);
+// 256 columns: eight scales, whose division and horizontal maxima then cost little, and 16 sums. False, and nothing is
+// written, if one of them is not finite.
+LLMCTL_INLINE bool quantize_256(const float* x, int8_t* codes, float* scales, int32_t* sums) {
+  I32 largest[8];   // bits of magnitudes order as integers, NaN above infinity above the rest
+#pragma GCC unroll 8
+  for (int b = 0; b < 8; ++b)
+    largest[b] = max(bits(abs(load_f32(x + kBlock * b))), bits(abs(load_f32(x + kBlock * b + 16))));
+  I32 top_bits = largest_of_8(largest);
+  if (reduce_max(top_bits) >= 0x7F800000) return false;
+  F32 top = from_bits(top_bits), limit = set_f32(127), smallest = set_f32(127 * 0x1p-126f), zero = zero_f32();
+  float inverses[16];
+  store_f32(inverses, select_less(top, smallest, zero, div(limit, top)));
+  store_f32_first(scales, select_less(top, smallest, zero, div(top, limit)), 8);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) store_i8(codes + 16 * i, to_i32(mul(load_f32(x + 16 * i), set_f32(inverses[i / 2]))));
+  sums_of_16(codes, sums);
+  return true;
 }
 
-// 32 columns whose largest magnitude is finite and whose scale is a normal number.
-LLMCTL_INLINE void quantize_block(F32 a, F32 b, float largest, int8_t* codes, float* scale, int32_t* sums) {
-  F32 inverse = set_f32(127 / largest);
-  *scale = largest / 127;
-  sums[0] = quantize_16(a, inverse, codes);
-  sums[1] = quantize_16(b, inverse, codes + 16);
-}
-
-LLMCTL_INLINE void fill_block(float value, int8_t* codes, float* scale, int32_t* sums) {
-  *scale = value;
-  sums[0] = sums[1] = 0;
-  for (int i = 0; i < kBlock; ++i) codes[i] = 0;
+// The same for any 256 columns. Blocks that are not finite get NaN for their scale, so that the token's results become NaN,
+// and zeros for codes.
+static void quantize_damaged(const float* x, int8_t* codes, float* scales, int32_t* sums) {
+  float finite[kSuperBlock] = {};
+  bool damaged[8] = {};
+  for (int c = 0; c < kSuperBlock; ++c) damaged[c / kBlock] |= !__builtin_isfinite(x[c]);
+  for (int c = 0; c < kSuperBlock; ++c)
+    if (!damaged[c / kBlock]) finite[c] = x[c];
+  quantize_256(finite, codes, scales, sums);
+  for (int b = 0; b < 8; ++b)
+    if (damaged[b]) scales[b] = __builtin_nanf("");
 }
 
 static void quantize_activations(const float* x, int64_t columns, int64_t columns_padded, int8_t* codes, float* scales,
                                  int32_t* sums) {
-  constexpr float kSmallest = 127 * 0x1p-126f, kInfinity = __builtin_inff();
-  for (int64_t c = 0; c < columns_padded; c += kBlock, codes += kBlock, ++scales, sums += 2) {
-    int64_t left = columns - c < 0 ? 0 : columns - c;
-    F32 a = load_f32_first(x + c, left < 16 ? (int)left : 16);
-    F32 b = left > 16 ? load_f32_first(x + c + 16, left < 32 ? (int)left - 16 : 16) : zero_f32();
-    // The bits of magnitudes order as integers, NaN above infinity above the rest: no NaN gets lost.
-    int32_t largest_bits = reduce_max(max(bits(abs(a)), bits(abs(b))));
-    float largest;
-    __builtin_memcpy(&largest, &largest_bits, 4);
-    if (!(largest < kInfinity)) fill_block(__builtin_nanf(""), codes, scales, sums);   // the row's results become NaN
-    else if (largest < kSmallest) fill_block(0, codes, scales, sums);
-    else quantize_block(a, b, largest, codes, scales, sums);
+  for (int64_t c = 0; c < columns_padded; c += kSuperBlock) {
+    if (c + kSuperBlock <= columns) {
+      if (!quantize_256(x + c, codes + c, scales + c / 32, sums + c / 16))
+        quantize_damaged(x + c, codes + c, scales + c / 32, sums + c / 16);
+      continue;
+    }
+    float last[kSuperBlock] = {};
+    int8_t last_codes[kSuperBlock];
+    float last_scales[8];
+    int32_t last_sums[16];
+    const int64_t left = columns - c, room = columns_padded - c < kSuperBlock ? columns_padded - c : kSuperBlock;
+    std::memcpy(last, x + c, (left > 0 ? left : 0) * sizeof(float));
+    if (!quantize_256(last, last_codes, last_scales, last_sums)) quantize_damaged(last, last_codes, last_scales, last_sums);
+    std::memcpy(codes + c, last_codes, room);
+    std::memcpy(scales + c / 32, last_scales, room / 32 * sizeof(float));
+    std::memcpy(sums + c / 16, last_sums, room / 16 * sizeof(int32_t));
   }
 }
 

@@ -182,7 +182,7 @@ def test_a_token_without_finite_activations_does_not_touch_the_others(isa: str, 
 
 
 @each_isa
-@pytest.mark.parametrize("columns", [1, 31, 32, 50, 64, 97, 320])
+@pytest.mark.parametrize("columns", [1, 31, 32, 50, 64, 97, 256, 320, 1000])
 def test_quantized_activations(isa: str, columns: int) -> None:
     x = make_tokens(1, columns)[0] * np.float32(3)
     codes, scales, sums = native.quantize_activations(isa, x)
@@ -203,6 +203,29 @@ def test_quantized_activations_at_the_ends_of_the_range(isa: str) -> None:
         assert scales[0] == np.float32(scale) or (np.isnan(scale) and np.isnan(scales[0]))
         assert np.array_equal(codes[:4], [127, -127, 64, 0] if scale > 0 else [0] * 4)
         assert sums[0] == (64 if scale > 0 else 0)
+
+
+@each_isa
+def test_only_the_blocks_that_are_not_finite_lose_their_codes(isa: str) -> None:
+    x = make_tokens(1, 600)[0]
+    expected = native.quantize_activations(isa, x)
+    x[70], x[300], x[599] = np.nan, -np.inf, np.inf  # within 256 columns, and in the rest
+    codes, scales, sums = native.quantize_activations(isa, x)
+    damaged = np.isin(np.arange(len(scales)), [70 // 32, 300 // 32, 599 // 32])
+    assert np.array_equal(np.isnan(scales), damaged)
+    assert np.array_equal(scales[~damaged], expected[1][~damaged])
+    assert np.array_equal(codes.reshape(-1, 32), np.where(damaged[:, None], 0, expected[0].reshape(-1, 32)))
+    assert np.array_equal(sums.reshape(-1, 2), np.where(damaged[:, None], 0, expected[2].reshape(-1, 2)))
+
+
+@pytest.mark.skipif("amx" not in native.available_isas(), reason="this machine has no tile unit")
+@each_quantized
+def test_the_tile_unit_gives_the_bits_of_dot_products(layout: str) -> None:
+    matrix = make_matrix(layout, 35, 1280)
+    for tokens in (9, 16, 24, 25, 300):
+        x = make_tokens(tokens, 1280)
+        with_tiles, without = (native.linear(isa, *matrix.arguments(), x, True) for isa in ("amx", "avx512"))
+        assert np.array_equal(bits_of(with_tiles), bits_of(without)), tokens
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -167,6 +167,23 @@ template <int N> I32 byte_i32(U8 a) {   // byte N of every lane
 }
 inline I32 mul_i16(I32 a, I32 b) { return {_mm256_madd_epi16(a.lo, b.lo), _mm256_madd_epi16(a.hi, b.hi)}; }
 
+inline I32 largest_of_8(const I32* a) {   // lane i of the result, i from 0 to 7: the largest lane of a[i]
+  int32_t largest[16] = {};
+  for (int i = 0; i < 8; ++i) largest[i] = reduce_max(a[i]);
+  return load_i32(largest);
+}
+inline void sums_of_16(const int8_t* codes, int32_t* sums) {   // the sums of 16 times 16 codes
+  __m256i ones = _mm256_set1_epi8(1), pair = _mm256_set1_epi16(1);
+  for (int i = 0; i < 2; ++i, codes += 128, sums += 8) {
+    __m256i fours[4];   // 16 codes in half a register
+    for (int j = 0; j < 4; ++j) fours[j] = _mm256_madd_epi16(_mm256_maddubs_epi16(ones, load256(codes + 32 * j)), pair);
+    __m256i all = _mm256_hadd_epi32(_mm256_hadd_epi32(fours[0], fours[1]), _mm256_hadd_epi32(fours[2], fours[3]));
+    __m128i even = _mm256_castsi256_si128(all), odd = _mm256_extracti128_si256(all, 1);
+    _mm_storeu_si128((__m128i*)sums, _mm_unpacklo_epi32(even, odd));
+    _mm_storeu_si128((__m128i*)(sums + 4), _mm_unpackhi_epi32(even, odd));
+  }
+}
+
 constexpr int kFloatTokens = 2;
 #ifdef __AVXVNNI__
 constexpr bool kDotSigned = false;

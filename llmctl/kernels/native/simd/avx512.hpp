@@ -106,6 +106,28 @@ template <int N> I32 byte_i32(U8 a) {   // byte N of every lane
 // a * b where a fits 16 unsigned bits read as int16 and b fits int16.
 inline I32 mul_i16(I32 a, I32 b) { return {_mm512_madd_epi16(a.v, b.v)}; }
 
+// Lane i of the result, i from 0 to 7: the largest lane of a[i]. (The lanes behind them repeat it.)
+inline I32 largest_of_8(const I32* a) {
+  __m512i pairs[4], quads[2];
+  for (int i = 0; i < 4; ++i)
+    pairs[i] = _mm512_max_epi32(_mm512_unpacklo_epi32(a[2 * i].v, a[2 * i + 1].v), _mm512_unpackhi_epi32(a[2 * i].v, a[2 * i + 1].v));
+  for (int i = 0; i < 2; ++i)
+    quads[i] = _mm512_max_epi32(_mm512_unpacklo_epi64(pairs[2 * i], pairs[2 * i + 1]), _mm512_unpackhi_epi64(pairs[2 * i], pairs[2 * i + 1]));
+  __m512i eight = _mm512_max_epi32(_mm512_shuffle_i32x4(quads[0], quads[1], 0x88), _mm512_shuffle_i32x4(quads[0], quads[1], 0xDD));
+  eight = _mm512_max_epi32(eight, _mm512_shuffle_i32x4(eight, eight, 0xB1));   // quarters 0 and 2 hold a[0..3] and a[4..7]
+  return {_mm512_shuffle_i32x4(eight, eight, 0x88)};
+}
+// The sums of 16 times 16 codes.
+inline void sums_of_16(const int8_t* codes, int32_t* sums) {
+  __m512i ones = _mm512_set1_epi8(1), pair = _mm512_set1_epi16(1), fours[4];
+  for (int i = 0; i < 4; ++i) fours[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, _mm512_loadu_si512(codes + 64 * i));
+  __m512i low = _mm512_madd_epi16(_mm512_packs_epi32(fours[0], fours[1]), pair);
+  __m512i high = _mm512_madd_epi16(_mm512_packs_epi32(fours[2], fours[3]), pair);
+  __m512i all = _mm512_madd_epi16(_mm512_packs_epi32(low, high), pair);   // word v of quarter q: sum 4 v + q
+  __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(sums, _mm512_permutexvar_epi32(order, all));
+}
+
 // Dot products of codes (unsigned bytes up to MaxCode) with the int8 activations of T tokens, `stride` bytes apart:
 // sums[t] += sum over g < Groups, c < 4 of codes[g].byte[4 * lane + c] * x[t * stride + 4 * g + c]. Exact.
 // Codes above 127 go through dot_form first; where kDotSigned they then count as code - 128.

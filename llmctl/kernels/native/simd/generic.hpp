@@ -187,6 +187,18 @@ template <int N> I32 byte_i32(U8 a) {   // byte N of every lane
 // a * b where a fits 16 unsigned bits read as int16 and b fits int16.
 inline I32 mul_i16(I32 a, I32 b) { return make<I32>([&](int i) { return (a.v[i] << 16 >> 16) * b.v[i]; }); }
 
+inline I32 largest_of_8(const I32* a) {   // lane i of the result, i from 0 to 7: the largest lane of a[i]
+  int32_t largest[16] = {};
+  for (int i = 0; i < 8; ++i) largest[i] = reduce_max(a[i]);
+  return load_i32(largest);
+}
+inline void sums_of_16(const int8_t* codes, int32_t* sums) {   // the sums of 16 times 16 codes
+  for (int i = 0; i < 16; ++i) {
+    sums[i] = 0;
+    for (int j = 0; j < 16; ++j) sums[i] += codes[16 * i + j];
+  }
+}
+
 constexpr bool kDotSigned = false;
 constexpr int kDotTokens = 2;
 constexpr int kFloatTokens = 2;

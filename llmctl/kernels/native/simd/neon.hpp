@@ -138,6 +138,15 @@ inline I32 mul_i16(I32 a, I32 b) {
   return make<I32>([&](int i) { return vmull_s16(vmovn_s32(a.v[i]), vmovn_s32(b.v[i])); });
 }
 
+inline I32 largest_of_8(const I32* a) {   // lane i of the result, i from 0 to 7: the largest lane of a[i]
+  int32_t largest[16] = {};
+  for (int i = 0; i < 8; ++i) largest[i] = reduce_max(a[i]);
+  return load_i32(largest);
+}
+inline void sums_of_16(const int8_t* codes, int32_t* sums) {   // the sums of 16 times 16 codes
+  for (int i = 0; i < 16; ++i) sums[i] = vaddlvq_s8(vld1q_s8(codes + 16 * i));
+}
+
 constexpr bool kDotSigned = true;
 constexpr int kDotTokens = 4;
 constexpr int kFloatTokens = 2;
