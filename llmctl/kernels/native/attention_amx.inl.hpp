@@ -163,8 +163,11 @@ class TileRun {
     bool alone = partition == item_.first_partition;   // merged with nothing yet
     Softmax to = alone ? Softmax{total_.maxima + row, total_.sums + row, total_.rows + row * dim_, dim_} : block_;
     int64_t partial_floats = attention_partial_floats(call_.pages.shape);
-    float* partial = partials + (item_.partial + (partition - item_.first_partition) * rows_ + row) * partial_floats;
-    if (item_.partial >= 0) to = {block_.maxima, block_.sums, partial, partial_floats};
+    float* partial = nullptr;
+    if (item_.partial >= 0) {
+      partial = partials + (item_.partial + (partition - item_.first_partition) * rows_ + row) * partial_floats;
+      to = {block_.maxima, block_.sums, partial, partial_floats};
+    }
     configure(smaller(rows, 16), larger(rows - 16, 0));
     score(row, rows, all);
     weigh_rows(row, rows, all, to);
