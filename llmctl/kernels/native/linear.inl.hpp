@@ -75,37 +75,36 @@ LLMCTL_INLINE bool quantize_256(const float* x, int8_t* codes, float* scales, in
   return true;
 }
 
-// The same for any 256 columns. Blocks that are not finite get NaN for their scale, so that the token's results become NaN,
-// and zeros for codes.
-static void quantize_damaged(const float* x, int8_t* codes, float* scales, int32_t* sums) {
-  float finite[kSuperBlock] = {};
-  bool damaged[8] = {};
-  for (int c = 0; c < kSuperBlock; ++c) damaged[c / kBlock] |= !__builtin_isfinite(x[c]);
-  for (int c = 0; c < kSuperBlock; ++c)
-    if (!damaged[c / kBlock]) finite[c] = x[c];
-  quantize_256(finite, codes, scales, sums);
-  for (int b = 0; b < 8; ++b)
-    if (damaged[b]) scales[b] = __builtin_nanf("");
+// One block of any values, `left` of its columns present. Where one is not finite the scale becomes NaN, and so do the
+// token's results.
+LLMCTL_INLINE void quantize_block(const float* x, int64_t left, int8_t* codes, float* scale, int32_t* sums) {
+  F32 a = load_f32_first(x, left <= 0 ? 0 : left < 16 ? (int)left : 16);
+  F32 b = left <= 16 ? zero_f32() : load_f32_first(x + 16, left < 32 ? (int)left - 16 : 16);
+  const int32_t top_bits = reduce_max(max(bits(abs(a)), bits(abs(b))));
+  float top;
+  std::memcpy(&top, &top_bits, sizeof top);
+  const bool finite = top_bits < 0x7F800000;
+  if (!finite || top < 127 * 0x1p-126f) {
+    *scale = finite ? 0 : __builtin_nanf("");
+    sums[0] = sums[1] = 0;
+    std::memset(codes, 0, kBlock);
+    return;
+  }
+  *scale = top / 127;
+  F32 inverse = set_f32(127 / top);
+  I32 first = to_i32(mul(a, inverse)), second = to_i32(mul(b, inverse));
+  store_i8(codes, first);
+  store_i8(codes + 16, second);
+  sums[0] = reduce_add(first);
+  sums[1] = reduce_add(second);
 }
 
 static void quantize_activations(const float* x, int64_t columns, int64_t columns_padded, int8_t* codes, float* scales,
                                  int32_t* sums) {
   for (int64_t c = 0; c < columns_padded; c += kSuperBlock) {
-    if (c + kSuperBlock <= columns) {
-      if (!quantize_256(x + c, codes + c, scales + c / 32, sums + c / 16))
-        quantize_damaged(x + c, codes + c, scales + c / 32, sums + c / 16);
-      continue;
-    }
-    float last[kSuperBlock] = {};
-    int8_t last_codes[kSuperBlock];
-    float last_scales[8];
-    int32_t last_sums[16];
-    const int64_t left = columns - c, room = columns_padded - c < kSuperBlock ? columns_padded - c : kSuperBlock;
-    std::memcpy(last, x + c, (left > 0 ? left : 0) * sizeof(float));
-    if (!quantize_256(last, last_codes, last_scales, last_sums)) quantize_damaged(last, last_codes, last_scales, last_sums);
-    std::memcpy(codes + c, last_codes, room);
-    std::memcpy(scales + c / 32, last_scales, room / 32 * sizeof(float));
-    std::memcpy(sums + c / 16, last_sums, room / 16 * sizeof(int32_t));
+    if (c + kSuperBlock <= columns && quantize_256(x + c, codes + c, scales + c / 32, sums + c / 16)) continue;
+    const int64_t end = c + kSuperBlock < columns_padded ? c + kSuperBlock : columns_padded;
+    for (int64_t b = c; b < end; b += kBlock) quantize_block(x + b, columns - b, codes + b, scales + b / 32, sums + b / 16);
   }
 }
 

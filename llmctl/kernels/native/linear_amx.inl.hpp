@@ -1,4 +1,4 @@
-// Linear layers over int8 activations with AMX, for nine tokens and more of formats with one scale a block. The integer sums of a block come out of the tile
+// Linear layers over int8 activations with AMX, for twelve tokens and more of formats with one scale a block. The integer sums of a block come out of the tile
 // unit exactly as they come out of a dot-product instruction, and the float steps after it are those of
 // linear_int8.inl.hpp, so a token's bits are the same in both.
 //
@@ -13,7 +13,7 @@
 
 namespace llmctl::LLMCTL_ISA {
 
-constexpr int64_t kAmxTokens = 9;        // from here on it pays
+constexpr int64_t kAmxTokens = 12;       // from here on it pays
 constexpr int kWide = 16, kNarrow = 8;   // tokens of a group
 constexpr int64_t kAmxTokenBlock = 256;  // tokens that pass over an unpacked chunk
 
@@ -189,16 +189,16 @@ LLMCTL_INLINE void add_sums(const int32_t* sums, F32 scale, F32 minimum, I32 zer
   }
 }
 
-// T tokens, or the Rest that is left of them, times an unpacked chunk; y [T][16] goes on where the chunk before stopped. Sums
-// of tokens that are missing are anything; their scales are zero. The tile unit works two blocks ahead of the float steps:
+// A group of T tokens, or (Rest) the `tokens` that are left of one, times an unpacked chunk; y goes on where the chunk before
+// stopped, its rows `y_stride` apart. Integer sums of tokens that are missing are anything; their scales are zero. The tile unit works two blocks ahead of the float steps:
 // both want the same ports, and turns of two were the quickest.
 template <class S, int T, bool Rest>
-void amx_chunk(const AmxChunk& chunk, int64_t count, const int8_t* x, int64_t stride, const Panel<S, T>* panels, float* y,
-               bool fresh) {
+void amx_chunk(const AmxChunk& chunk, int64_t count, const int8_t* x, int64_t stride, const Panel<S, T>* panels,
+               int64_t tokens, float* y, int64_t y_stride, bool fresh) {
   alignas(64) int32_t sums[4][T * kTileRows];
   F32 total[T];
 #pragma GCC unroll 16
-  for (int t = 0; t < T; ++t) total[t] = fresh ? zero_f32() : load_f32(y + kTileRows * t);
+  for (int t = 0; t < T; ++t) total[t] = fresh || (Rest && t >= tokens) ? zero_f32() : load_f32(y + y_stride * t);
   auto multiply_block = [&](int64_t b, auto turn) LLMCTL_LAMBDA_INLINE {
     if (b < count) multiply<Rest, turn.value % 2>(chunk.codes[b], x + b * kBlock, stride, sums[turn.value]);
   };
@@ -214,7 +214,8 @@ void amx_chunk(const AmxChunk& chunk, int64_t count, const int8_t* x, int64_t st
     add_block(b + 2, Index<2>{}), add_block(b + 3, Index<3>{});
   }
 #pragma GCC unroll 16
-  for (int t = 0; t < T; ++t) store_f32(y + kTileRows * t, total[t]);
+  for (int t = 0; t < T; ++t)
+    if (!Rest || t < tokens) store_f32(y + y_stride * t, total[t]);
 }
 
 // Calls f(Index<T>, Index<Rest>, token, tokens of the group that exist).
@@ -239,32 +240,35 @@ template <class S> void fill_all_panels(const Activations& x, uint8_t* panels) {
 }
 
 template <class S>
-void amx_chunk_to_all(const AmxChunk& chunk, int64_t first, int64_t count, const Activations& x, const uint8_t* panels, float* y) {
-  for_amx_groups(x.tokens, [&](auto size, auto rest, int64_t token, int64_t) {
+void amx_chunk_to_all(const AmxChunk& chunk, int64_t first, int64_t count, const Activations& x, const uint8_t* panels, float* y,
+                      int64_t stride) {
+  for_amx_groups(x.tokens, [&](auto size, auto rest, int64_t token, int64_t tokens) {
     using Group = Panel<S, size.value>;
     amx_chunk<S, size.value, rest.value>(chunk, count, x.codes + token * x.columns_padded + first * kBlock, x.columns_padded,
-                                         (const Group*)panels + first, y + kTileRows * token, first == 0);
+                                         (const Group*)panels + first, tokens, y + token * stride, stride, first == 0);
     panels += x.columns / kBlock * sizeof(Group);
   });
 }
 
-// Up to kAmxTokenBlock tokens.
+// Up to kAmxTokenBlock tokens. A tile with padding is summed beside y, which has no place for it.
 template <class L>
 void amx_tiles(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y, int64_t stride) {
   using S = AmxShapeOf<L>;
-  const int64_t blocks = x.columns / kBlock, sums_bytes = (x.tokens + kWide) * kTileRows * sizeof(float);
-  auto* scratch = (uint8_t*)thread_scratch(sizeof(AmxChunk) + sums_bytes + panel_bytes<S>(x.tokens, blocks));
+  const int64_t blocks = x.columns / kBlock, beside_bytes = x.tokens * kTileRows * sizeof(float);
+  auto* scratch = (uint8_t*)thread_scratch(sizeof(AmxChunk) + beside_bytes + panel_bytes<S>(x.tokens, blocks));
   AmxChunk& chunk = *(AmxChunk*)scratch;
-  float* sums = (float*)(scratch + sizeof(AmxChunk));
-  uint8_t* panels = scratch + sizeof(AmxChunk) + sums_bytes;
+  float* beside = (float*)(scratch + sizeof(AmxChunk));
+  uint8_t* panels = scratch + sizeof(AmxChunk) + beside_bytes;
   fill_all_panels<S>(x, panels);
   for (int64_t tile = first_tile; tile < last_tile; ++tile, y += kTileRows) {
+    const int64_t rows = matrix.rows_in(tile);
     for (int64_t first = 0; first < blocks; first += kChunkBlocks) {
       int64_t count = blocks - first < kChunkBlocks ? blocks - first : kChunkBlocks;
       unpack_signed<L>(matrix, tile, first, count, chunk);
-      amx_chunk_to_all<S>(chunk, first, count, x, panels, sums);
+      if (rows == kTileRows) amx_chunk_to_all<S>(chunk, first, count, x, panels, y, stride);
+      else amx_chunk_to_all<S>(chunk, first, count, x, panels, beside, kTileRows);
     }
-    for (int64_t t = 0; t < x.tokens; ++t) store_rows(y + t * stride, load_f32(sums + kTileRows * t), matrix.rows_in(tile));
+    for (int64_t t = 0; rows < kTileRows && t < x.tokens; ++t) store_rows(y + t * stride, load_f32(beside + kTileRows * t), rows);
   }
 }
 
