@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -29,6 +30,8 @@ void require(bool holds, const char* message) {
 struct OwningProgram {
   Program program;
   std::vector<nb::object> owners;
+  int64_t vocabulary = std::numeric_limits<int64_t>::max();   // ids that every embedding has a row for
+  std::vector<int64_t> halves;                                // of the frequencies, source by source; 0: not read
   OwningProgram(std::shared_ptr<ThreadPool> pool, bool int8) : program(std::move(pool), active_kernels(), int8) {}
 };
 
@@ -40,10 +43,12 @@ struct OwningSegment : Segment {
   std::vector<nb::object> owners;
 };
 
+// Of float32 already: a converted copy would be gone when the program runs.
 template <class T>
 const float* vector_of(T& holder, const nb::object& array) {
+  const float* numbers = nb::cast<Numbers>(array, false).data();
   holder.owners.push_back(array);
-  return nb::cast<Numbers>(array).data();
+  return numbers;
 }
 
 template <class T>
@@ -98,9 +103,12 @@ Logits run(nb::handle_t<OwningProgram> handle, const Ids& token_ids, const Ids& 
   OwningProgram& self = nb::cast<OwningProgram&>(handle);
   const int64_t tokens = static_cast<int64_t>(token_ids.size());
   require(positions.size() == token_ids.size() && slots.size() == token_ids.size(), "one position and one slot a token");
+  require(std::all_of(rows.data(), rows.data() + rows.size(), [&](int64_t row) { return row >= 0 && row < tokens; }),
+          "a row that is none of the tokens is asked for");
   StepInput input{tokens, token_ids.data(), positions.data(), slots.data(), static_cast<int64_t>(rows.size()), rows.data(),
                   sequences_of(cu_seqlens_q, context_lens, tables, tokens), {}};
   for (const Numbers& values : inv_freqs) {
+    require(values.ndim() == 1 || values.ndim() == 2, "frequencies have one or two axes");
     const bool per_token = values.ndim() == 2;
     require(!per_token || static_cast<int64_t>(values.shape(0)) == tokens, "one row of frequencies a token");
     input.frequencies.push_back({values.data(), static_cast<int64_t>(values.shape(values.ndim() - 1)), per_token});

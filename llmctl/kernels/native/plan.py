@@ -180,7 +180,7 @@ class Planner:
         if node.op == "rotary" and (product.rotary or any(angle.key not in known for angle in node.inputs[1:])):
             return None
         if node.op == "store_kv":
-            return self._absorb_store(product, node, value, head_dim)
+            return self._absorb_store(product, node, value, head_dim, known)
         product.head_dim = head_dim
         if node.op == "rms_norm":
             product.norm = node
@@ -188,19 +188,29 @@ class Planner:
             product.rotary = node
         return node.outputs[0]
 
-    def _absorb_store(self, product: _Product, node: Node, value: Value, head_dim: int) -> Value | None:
-        """Keys and values are written by their own products; only if both can be."""
-        keys, values = node.inputs
-        if not all(self._ends_in_product(side) for side in (keys, values)):
+    def _absorb_store(
+        self, product: _Product, node: Node, value: Value, head_dim: int, known: set[tuple[int, int]]
+    ) -> Value | None:
+        """Keys and values are written by their own products; only if both can be. The first of the two decides."""
+        values = node.inputs[1]
+        if node.number not in self._done and not all(self._can_store(product, side, head_dim, known) for side in node.inputs):
             return None
         product.store, product.is_value, product.head_dim = node, value.key == values.key, head_dim
         return value
 
-    def _ends_in_product(self, value: Value) -> bool:
-        """True if nothing but head operations stands between the value and a linear node."""
+    def _can_store(self, product: _Product, value: Value, head_dim: int, known: set[tuple[int, int]]) -> bool:
+        """True if nothing stands between a linear node and the value but what its product takes along: a norm of every head,
+        then a rotation. Where it is not `product`'s own, it is still to be planned."""
         while value.node.op in ("rms_norm", "rotary") and self._sole_reader(value) is not None:
-            value = value.node.inputs[0]
-        return value.node.op == "linear" and self._sole_reader(value) is not None
+            source, is_norm = value.node.inputs[0], value.node.op == "rms_norm"
+            if source.node.op == "rotary" or (is_norm and (source.node.op == "rms_norm" or len(source.shape) < 2)):
+                return False
+            if source.shape[-1] != head_dim or any(angle.key not in known for angle in value.node.inputs[1:]):
+                return False
+            value = source
+        linear = value.node
+        planned = linear.number in self._done and linear is not product.linear
+        return linear.op == "linear" and not planned and self._sole_reader(value) is not None
 
 
 class Buffers:

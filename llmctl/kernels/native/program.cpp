@@ -111,7 +111,14 @@ struct Program::MatrixPhase : Program::Phase {
   void prepare(Program& program) override {
     next_rows.store(0, std::memory_order_relaxed);
     next_item.store(0, std::memory_order_relaxed);
-    if (num_rows != program.rows_of(domain)) fit(program);
+    if (num_rows != program.rows_of(domain)) {
+      try {
+        fit(program);
+      } catch (...) {
+        num_rows = -1;   // there is no room for them: the next run must not believe it
+        throw;
+      }
+    }
     if (own_rows) queue.restart(static_cast<int64_t>(chunks.size()), program.pool_->size());
   }
 

@@ -62,6 +62,23 @@ def record(layers: int, *, gemma: bool = False, head_dim: int = HEAD_DIM) -> tup
     return r.graph, r.linear(x, 9)
 
 
+def stored(graph: Graph, *, flat_norm: bool) -> list[str]:
+    """Add keys and values of one input to the graph and store them: the row operations that do not fit into their products."""
+    r = Recorder()
+    r.graph = graph
+    x = r.op("embedding", shape=(HIDDEN,), weight=weight(9), factor=1.0)
+    k, v = r.linear(x, KV_HEADS * HEAD_DIM), r.linear(x, KV_HEADS * HEAD_DIM)
+    k = r.heads(r.norm(k), KV_HEADS) if flat_norm else r.norm(r.heads(k, KV_HEADS))
+    graph.add("store_kv", (k, r.heads(v, KV_HEADS)), pages=None)
+    return [node.op for phase in Planner(graph).plan() for node in phase.before]
+
+
+def test_keys_and_values_are_both_stored_by_their_products_or_neither() -> None:
+    """A norm over all heads at once is none of what a product takes along: its keys would never reach the pages."""
+    assert stored(Graph(), flat_norm=False) == ["embedding"]
+    assert stored(Graph(), flat_norm=True) == ["embedding", "rms_norm", "store_kv"]
+
+
 @pytest.mark.parametrize("gemma", [False, True])
 def test_a_layer_takes_five_phases(gemma: bool) -> None:
     """Norm, q, k, v, rotary and store; attention; o and residual; norm, gate, up; down and residual."""
