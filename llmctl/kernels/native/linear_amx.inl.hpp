@@ -1,6 +1,6 @@
-// Linear layers over int8 activations with AMX, for twelve tokens and more of formats with one scale a block. The integer sums of a block come out of the tile
-// unit exactly as they come out of a dot-product instruction, and the float steps after it are those of
-// linear_int8.inl.hpp, so a token's bits are the same in both.
+// Linear layers over int8 activations with AMX, for twelve tokens and more of formats with one scale a block. The integer
+// sums of a block come out of the tile unit exactly as they come out of a dot-product instruction, and the float steps after
+// it are those of linear_int8.inl.hpp, so a token's bits are the same in both.
 //
 // Tile A: 16 tokens (or what is left of them) x the 32 columns of a block; tile B: their codes, four columns a row of B, 16
 // rows of the matrix wide; tile C: the sums, one row a token. Codes are made signed while they are unpacked, which spares the
@@ -190,8 +190,8 @@ LLMCTL_INLINE void add_sums(const int32_t* sums, F32 scale, F32 minimum, I32 zer
 }
 
 // A group of T tokens, or (Rest) the `tokens` that are left of one, times an unpacked chunk; y goes on where the chunk before
-// stopped, its rows `y_stride` apart. Integer sums of tokens that are missing are anything; their scales are zero. The tile unit works two blocks ahead of the float steps:
-// both want the same ports, and turns of two were the quickest.
+// stopped, its rows `y_stride` apart. Integer sums of tokens that are missing are anything; their scales are zero. The tile
+// unit works two blocks ahead of the float steps: both want the same ports, and turns of two were the quickest.
 template <class S, int T, bool Rest>
 void amx_chunk(const AmxChunk& chunk, int64_t count, const int8_t* x, int64_t stride, const Panel<S, T>* panels,
                int64_t tokens, float* y, int64_t y_stride, bool fresh) {
@@ -252,7 +252,8 @@ void amx_chunk_to_all(const AmxChunk& chunk, int64_t first, int64_t count, const
 
 // Up to kAmxTokenBlock tokens. A tile with padding is summed beside y, which has no place for it.
 template <class L>
-void amx_tiles(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y, int64_t stride) {
+void amx_tiles(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y,
+               int64_t stride) {
   using S = AmxShapeOf<L>;
   const int64_t blocks = x.columns / kBlock, beside_bytes = x.tokens * kTileRows * sizeof(float);
   auto* scratch = (uint8_t*)thread_scratch(sizeof(AmxChunk) + beside_bytes + panel_bytes<S>(x.tokens, blocks));

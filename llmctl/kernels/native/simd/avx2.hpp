@@ -101,10 +101,12 @@ inline void store_i32(int32_t* p, I32 a) {
   store256(p + 8, a.hi);
 }
 inline I32 load_u8_i32(const uint8_t* p) {
-  return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+  __m128i lo = _mm_loadl_epi64((const __m128i*)p), hi = _mm_loadl_epi64((const __m128i*)(p + 8));
+  return {_mm256_cvtepu8_epi32(lo), _mm256_cvtepu8_epi32(hi)};
 }
 inline I32 load_i8_i32(const int8_t* p) {
-  return {_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+  __m128i lo = _mm_loadl_epi64((const __m128i*)p), hi = _mm_loadl_epi64((const __m128i*)(p + 8));
+  return {_mm256_cvtepi8_epi32(lo), _mm256_cvtepi8_epi32(hi)};
 }
 inline I32 add(I32 a, I32 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 inline I32 sub(I32 a, I32 b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }

@@ -107,15 +107,18 @@ template <int N> I32 byte_i32(U8 a) {   // byte N of every lane
 inline I32 mul_i16(I32 a, I32 b) { return {_mm512_madd_epi16(a.v, b.v)}; }
 
 // Lane i of the result, i from 0 to 7: the largest lane of a[i]. (The lanes behind them repeat it.)
+inline __m512i larger_words(__m512i a, __m512i b) {
+  return _mm512_max_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+}
+inline __m512i larger_pairs(__m512i a, __m512i b) {
+  return _mm512_max_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+}
 inline I32 largest_of_8(const I32* a) {
-  __m512i pairs[4], quads[2];
-  for (int i = 0; i < 4; ++i)
-    pairs[i] = _mm512_max_epi32(_mm512_unpacklo_epi32(a[2 * i].v, a[2 * i + 1].v), _mm512_unpackhi_epi32(a[2 * i].v, a[2 * i + 1].v));
-  for (int i = 0; i < 2; ++i)
-    quads[i] = _mm512_max_epi32(_mm512_unpacklo_epi64(pairs[2 * i], pairs[2 * i + 1]), _mm512_unpackhi_epi64(pairs[2 * i], pairs[2 * i + 1]));
-  __m512i eight = _mm512_max_epi32(_mm512_shuffle_i32x4(quads[0], quads[1], 0x88), _mm512_shuffle_i32x4(quads[0], quads[1], 0xDD));
-  eight = _mm512_max_epi32(eight, _mm512_shuffle_i32x4(eight, eight, 0xB1));   // quarters 0 and 2 hold a[0..3] and a[4..7]
-  return {_mm512_shuffle_i32x4(eight, eight, 0x88)};
+  __m512i low = larger_pairs(larger_words(a[0].v, a[1].v), larger_words(a[2].v, a[3].v));
+  __m512i high = larger_pairs(larger_words(a[4].v, a[5].v), larger_words(a[6].v, a[7].v));
+  __m512i both = _mm512_max_epi32(_mm512_shuffle_i32x4(low, high, 0x88), _mm512_shuffle_i32x4(low, high, 0xDD));
+  both = _mm512_max_epi32(both, _mm512_shuffle_i32x4(both, both, 0xB1));   // quarters 0 and 2 hold a[0..3] and a[4..7]
+  return {_mm512_shuffle_i32x4(both, both, 0x88)};
 }
 // The sums of 16 times 16 codes.
 inline void sums_of_16(const int8_t* codes, int32_t* sums) {
