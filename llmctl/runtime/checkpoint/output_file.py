@@ -42,7 +42,7 @@ class OutputFile:
 
     def require(self, count: int) -> None:
         """OutputError if the disk has not `count` bytes free: said before the work, not after hours of it."""
-        free = _free_bytes(self._target.parent)
+        free = free_bytes(self._target.parent)
         if count > free:
             raise OutputError(f"{self.path}: needs {count} bytes, {free} are free on this disk")
 
@@ -53,7 +53,7 @@ class OutputFile:
             try:
                 written = os.write(self._open_descriptor(), view[:_PIECE])
             except OSError as error:
-                raise _output_error(self.path, error) from error
+                raise output_error(self.path, error) from error
             self.position += written
             view = view[written:]
 
@@ -65,10 +65,10 @@ class OutputFile:
             self._temporary.replace(self._target)
             self._descriptor = None
             os.close(descriptor)
-            _sync_folder(self._target.parent)
+            sync_folder(self._target.parent)
         except OSError as error:
             self.abort()
-            raise _output_error(self.path, error) from error
+            raise output_error(self.path, error) from error
 
     def abort(self) -> None:
         """Remove what was written. Nothing happens after `commit` or a second time."""
@@ -92,7 +92,7 @@ def _check_target(path: Path, target: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise _output_error(path, error) from error
+        raise output_error(path, error) from error
     if not stat.S_ISREG(mode):
         raise OutputError(f"{path}: the output must be a file, this is a {'folder' if stat.S_ISDIR(mode) else 'device'}")
 
@@ -104,7 +104,7 @@ def _open_locked(temporary: Path, path: Path) -> int:
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, temporary):  # else its last writer renamed or removed it before we had the lock
+            if is_at(descriptor, temporary):  # else its last writer renamed or removed it before we had the lock
                 os.ftruncate(descriptor, 0)
                 return descriptor
             os.close(descriptor)
@@ -113,22 +113,24 @@ def _open_locked(temporary: Path, path: Path) -> int:
                 os.close(descriptor)
             if isinstance(error, BlockingIOError):
                 raise OutputError(f"{path}: another process is writing this file") from error
-            raise _output_error(path, error) from error
+            raise output_error(path, error) from error
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def is_at(descriptor: int, path: Path) -> bool:
+    """Whether what is open is what has the name now."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False
 
 
-def _free_bytes(folder: Path) -> int:
+def free_bytes(folder: Path) -> int:
+    """What may still be written to the disk the folder is on."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the rename itself last. Some file systems cannot; the content is safe by then."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -138,7 +140,8 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _output_error(path: Path, error: OSError) -> OutputError:
+def output_error(path: Path, error: OSError) -> OutputError:
+    """What went wrong with writing `path`, in words."""
     if error.errno == errno.ENOSPC:
         return OutputError(f"{path}: no space left on this disk")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
