@@ -6,6 +6,7 @@ prefill and decode alike (native/plan.py, native/program.hpp).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,15 @@ from llmctl.kernels.linear._native import pack_weight
 from llmctl.kernels.native import _native
 from llmctl.kernels.native.graph import Graph, Value
 from llmctl.kernels.native.plan import build
+from llmctl.kernels.ops import StepInterrupted
 
 if TYPE_CHECKING:
     from llmctl.kernels.formats.packed_int import PackedIntTensor
     from llmctl.kernels.formats.quant_tensor import QuantTensor
 
 _BLOCK_SIZE = 16
+_SHORT_STEP = 4
+"""Tokens up to which a step is too short to be interrupted."""
 _WANTED: Any = object()
 """Stands for the rows of a step while there is none: a program is given them with every step."""
 
@@ -40,6 +44,7 @@ class NativeOps:
         self.threads, self.activations = threads, activations
         self._pool = _native.ThreadPool(threads)
         self._graph: Graph | None = None
+        self._interrupted = False
 
     def prepare_weight(self, weight: np.ndarray | QuantTensor | PackedIntTensor) -> Any:
         return pack_weight(weight, self._pool)
@@ -68,6 +73,7 @@ class NativeOps:
         result = build(program, graph, logits)
 
         def run(batch: BatchDescription, rows: np.ndarray) -> np.ndarray:
+            self._interrupted = False
             return program.run(
                 batch.token_ids,
                 batch.positions,
@@ -78,9 +84,23 @@ class NativeOps:
                 batch.block_tables,
                 batch.inv_freqs,
                 result,
+                self._poll_for(len(batch.token_ids)),
             )
 
         return run
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+
+    def _poll_for(self, num_tokens: int) -> Callable[[], None] | None:
+        """What a step of so many tokens asks now and then. Only the main thread runs signal handlers: others need not stop
+        for the GIL."""
+        is_main = num_tokens > _SHORT_STEP and threading.current_thread() is threading.main_thread()
+        return self._raise_if_interrupted if is_main else None
+
+    def _raise_if_interrupted(self) -> None:
+        if self._interrupted:
+            raise StepInterrupted
 
     def _record(self, op: str, inputs: tuple[Value, ...], *shapes: tuple[int, ...], **attributes: Any) -> list[Value]:
         assert self._graph is not None, f"{op} outside compile()"

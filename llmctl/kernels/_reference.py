@@ -83,6 +83,9 @@ class ReferenceOps:
 
         return run
 
+    def interrupt(self) -> None:
+        pass  # torch cannot be stopped
+
     linear = staticmethod(linear)
     embedding = staticmethod(embedding)
     rms_norm = staticmethod(rms_norm)

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 Array = Any
 
 
+class StepInterrupted(Exception):
+    """`Ops.interrupt` ended a forward pass: it has no result, and nothing of it counts."""
+
+
 class Ops(Protocol):
     """One backend on one device in one compute dtype, with `threads` CPU threads."""
 
@@ -43,7 +47,12 @@ class Ops(Protocol):
     ) -> Callable[[BatchDescription, np.ndarray], np.ndarray]:
         """A forward pass made ready to run: a function of a batch of numpy arrays and of the numbers of the tokens whose
         logits are wanted. forward: (batch, rows) → logits, over this backend's arrays. rotary_halves: lengths of the
-        batches' `inv_freqs`. The float32 logits [rows, vocab_size] are valid until the next call."""
+        batches' `inv_freqs`. The float32 logits [rows, vocab_size] are valid until the next call. In the main thread a signal
+        handler may end a call by an exception; keys and values of its tokens may then be stored or not."""
+
+    def interrupt(self) -> None:
+        """Let the forward pass under way in the main thread end with StepInterrupted, as soon as the backend looks: for signal
+        handlers. One that is nearly done, a short one, and all of a backend that cannot look, run to their end."""
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array: ...
 

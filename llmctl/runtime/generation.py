@@ -164,9 +164,10 @@ class TextStream:
             self.stats.decode_s += seconds
 
     def cancel(self) -> None:
-        """Ask for the end, from a signal handler or another thread: the step under way is the last one, and one more event
-        with finish_reason "abort" brings the text that was still held back."""
+        """Ask for the end, from a signal handler or another thread: the step under way is the last one, cut short where the
+        engine can, and one more event with finish_reason "abort" brings the text that was still held back."""
         self._cancelled = True
+        self._engine.interrupt()
 
     def close(self) -> None:
         """Stop now."""

@@ -29,6 +29,9 @@ class NumpyOps:
     def compile(self, forward: Callable[..., np.ndarray], rotary_halves: list[int]) -> Callable[..., np.ndarray]:
         return forward
 
+    def interrupt(self) -> None:
+        pass
+
 
 class StubDecoder:
     """Stores ids in the key pages and positions in the value pages, and reads a sequence back through its block table."""

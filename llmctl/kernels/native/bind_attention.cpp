@@ -34,11 +34,9 @@ void require(bool holds, const char* message) {
   if (!holds) throw nb::value_error(message);
 }
 
-int64_t num_pages(const KvMemory& memory) { return memory.bytes() / memory.pages().page_stride; }
-
 void require_slots(const KvMemory& memory, const Integers& slots, int64_t lowest) {
   for (size_t t = 0; t < slots.size(); ++t) {
-    require(slots(t) >= lowest && slots(t) < num_pages(memory) * kPageTokens, "a slot is outside the pages");
+    require(slots(t) >= lowest && slots(t) < memory.num_pages() * kPageTokens, "a slot is outside the pages");
   }
 }
 
@@ -121,7 +119,7 @@ NewRows bound_attention(const std::string& isa, const KvMemory& memory, const Ro
   require(int64_t(queries.shape(2)) == shape.head_dim && heads % shape.kv_heads == 0,
           "queries must be [tokens, a multiple of the kv heads, head_dim]");
   require(sliding_window >= 0 && softcap >= 0 && threads > 0, "window and softcap are 0 or positive, threads positive");
-  auto sequences = sequences_of(cu_seqlens_q, context_lens, block_tables, tokens, num_pages(memory));
+  auto sequences = sequences_of(cu_seqlens_q, context_lens, block_tables, tokens, memory.num_pages());
   NewRows out = new_rows(queries.shape(0), heads, shape.head_dim);
   AttentionCall call = {memory.pages(), sequences.data(), heads, scale, softcap, sliding_window, queries.data(), row,
                         out.data(), row};

@@ -6,6 +6,9 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
+#include <functional>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -26,21 +29,54 @@ void require(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(message);
 }
 
-// A program with everything it points to: weights, vectors and pages stay alive as long as it does.
-struct OwningProgram {
+constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
+
+// What is kept alive for a program: weights, vectors, pages.
+struct Owner {
+  std::vector<nb::object> owners;
+  int64_t num_pages = kUnlimited;   // that all of the memories have
+
+  void adopt(const Owner& other) {
+    owners.insert(owners.end(), other.owners.begin(), other.owners.end());
+    num_pages = std::min(num_pages, other.num_pages);
+  }
+};
+
+// A program with everything it points to, and what a step may ask of it.
+struct OwningProgram : Owner {
   Program program;
-  std::vector<nb::object> owners;
-  int64_t vocabulary = std::numeric_limits<int64_t>::max();   // ids that every embedding has a row for
-  std::vector<int64_t> halves;                                // of the frequencies, source by source; 0: not read
+  int64_t vocabulary = kUnlimited;   // ids that every embedding has a row for
+  std::vector<int64_t> halves;       // of the frequencies, source by source; 0: not read
+  std::vector<bool> is_rows;         // buffer by buffer
+  std::atomic<bool> running{false};
   OwningProgram(std::shared_ptr<ThreadPool> pool, bool int8) : program(std::move(pool), active_kernels(), int8) {}
+
+  int64_t num_slots() const { return num_pages == kUnlimited ? kUnlimited : num_pages * kPageTokens; }
+
+  void limit_by(const RowOp& op) {
+    if (op.kind == RowKind::Embedding) vocabulary = std::min(vocabulary, op.table.rows);
+    if (op.kind != RowKind::Angles) return;
+    halves.resize(std::max(halves.size(), static_cast<size_t>(op.source) + 1));
+    halves[op.source] = program.width(op.out);
+  }
 };
 
-struct OwningRowOp : RowOp {
-  std::vector<nb::object> owners;
+struct OwningRowOp : RowOp, Owner {
+  explicit OwningRowOp(RowKind kind) : RowOp{kind} {}
 };
 
-struct OwningSegment : Segment {
-  std::vector<nb::object> owners;
+struct OwningSegment : Segment, Owner {};
+
+// A program computes one step at a time: the GIL, free meanwhile, does not keep a second thread away.
+class Exclusive {
+ public:
+  explicit Exclusive(std::atomic<bool>& running) : running_(running) {
+    if (running_.exchange(true)) throw std::runtime_error("the program is running already, in another thread");
+  }
+  ~Exclusive() { running_.store(false); }
+
+ private:
+  std::atomic<bool>& running_;
 };
 
 // Of float32 already: a converted copy would be gone when the program runs.
@@ -59,30 +95,41 @@ PackedMatrix matrix_of(T& holder, const nb::object& weight) {
 
 template <class T>
 const KvPages* pages_of(T& holder, const nb::object& pages) {
+  const KvMemory& memory = nb::cast<const KvMemory&>(pages);
   holder.owners.push_back(pages);
-  return &nb::cast<const KvMemory&>(pages).pages();
+  holder.num_pages = std::min(holder.num_pages, memory.num_pages());
+  return &memory.pages();
 }
 
 void add_matrix_phase(OwningProgram& self, bool is_rows, const std::vector<OwningRowOp*>& before, int input,
                       const std::vector<OwningSegment*>& segments) {
   std::vector<RowOp> ops;
   std::vector<Segment> parts;
-  auto keep = [&](const std::vector<nb::object>& owners) {
-    self.owners.insert(self.owners.end(), owners.begin(), owners.end());
-  };
   for (OwningRowOp* op : before) {
     ops.push_back(*op);
-    keep(op->owners);
+    self.adopt(*op);
+    self.limit_by(*op);
   }
   for (OwningSegment* segment : segments) {
     parts.push_back(*segment);
-    keep(segment->owners);
+    self.adopt(*segment);
   }
   self.program.add_matrix_phase(is_rows ? Domain::Rows : Domain::Tokens, std::move(ops), input, std::move(parts));
 }
 
+void require_range(const int64_t* values, int64_t count, int64_t lowest, int64_t end, const char* what) {
+  for (int64_t i = 0; i < count; i++)
+    if (values[i] < lowest || values[i] >= end)
+      throw std::invalid_argument(std::string(what) + " must be " + std::to_string(lowest) + " to " + std::to_string(end - 1) +
+                                  ", found " + std::to_string(values[i]));
+}
+
+void require_range(const Ids& values, int64_t lowest, int64_t end, const char* what) {
+  require_range(values.data(), static_cast<int64_t>(values.size()), lowest, end, what);
+}
+
 std::vector<AttentionSequence> sequences_of(const std::vector<int64_t>& cu_seqlens_q, const std::vector<int64_t>& context_lens,
-                                            const std::vector<Ids>& tables, int64_t tokens) {
+                                            const std::vector<Ids>& tables, int64_t tokens, int64_t num_pages) {
   const size_t count = context_lens.size();
   require(cu_seqlens_q.size() == count + 1 && tables.size() == count, "one range and one block table a sequence");
   require(cu_seqlens_q.front() == 0 && cu_seqlens_q.back() == tokens, "cu_seqlens_q must cover the tokens");
@@ -91,31 +138,59 @@ std::vector<AttentionSequence> sequences_of(const std::vector<int64_t>& cu_seqle
     const int64_t queries = cu_seqlens_q[s + 1] - cu_seqlens_q[s], pages = (context_lens[s] + kPageTokens - 1) / kPageTokens;
     require(queries >= 0 && queries <= context_lens[s], "a sequence has more queries than keys");
     require(static_cast<int64_t>(tables[s].size()) >= pages, "a block table is too short");
+    require_range(tables[s].data(), pages, 0, num_pages, "a page of a block table");
     sequences.push_back({cu_seqlens_q[s], queries, context_lens[s], tables[s].data()});
   }
   return sequences;
 }
 
-// Runs a step; the buffer `result` as an array [rows, width], valid until the next run.
-Logits run(nb::handle_t<OwningProgram> handle, const Ids& token_ids, const Ids& positions, const Ids& slots, const Ids& rows,
-           const std::vector<int64_t>& cu_seqlens_q, const std::vector<int64_t>& context_lens, const std::vector<Ids>& tables,
-           const std::vector<Numbers>& inv_freqs, int result) {
-  OwningProgram& self = nb::cast<OwningProgram&>(handle);
-  const int64_t tokens = static_cast<int64_t>(token_ids.size());
-  require(positions.size() == token_ids.size() && slots.size() == token_ids.size(), "one position and one slot a token");
-  require(std::all_of(rows.data(), rows.data() + rows.size(), [&](int64_t row) { return row >= 0 && row < tokens; }),
-          "a row that is none of the tokens is asked for");
-  StepInput input{tokens, token_ids.data(), positions.data(), slots.data(), static_cast<int64_t>(rows.size()), rows.data(),
-                  sequences_of(cu_seqlens_q, context_lens, tables, tokens), {}};
-  for (const Numbers& values : inv_freqs) {
+std::vector<Frequencies> frequencies_of(const OwningProgram& self, const std::vector<Numbers>& inv_freqs, int64_t tokens) {
+  require(inv_freqs.size() >= self.halves.size(), "frequencies of every rope are needed");
+  std::vector<Frequencies> frequencies;
+  for (size_t source = 0; source < inv_freqs.size(); source++) {
+    const Numbers& values = inv_freqs[source];
     require(values.ndim() == 1 || values.ndim() == 2, "frequencies have one or two axes");
     const bool per_token = values.ndim() == 2;
+    const int64_t half = static_cast<int64_t>(values.shape(values.ndim() - 1));
     require(!per_token || static_cast<int64_t>(values.shape(0)) == tokens, "one row of frequencies a token");
-    input.frequencies.push_back({values.data(), static_cast<int64_t>(values.shape(values.ndim() - 1)), per_token});
+    require(source >= self.halves.size() || self.halves[source] == 0 || self.halves[source] == half,
+            "frequencies are not as many as the rope turns pairs");
+    frequencies.push_back({values.data(), half, per_token});
   }
+  return frequencies;
+}
+
+// What a program asks every now and then: Python's signal handlers, which may raise, then `poll`, which may as well.
+std::function<void()> with_signals(const nb::object& poll) {
+  if (poll.is_none()) return {};
+  return [&poll] {
+    nb::gil_scoped_acquire acquire;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    poll();
+  };
+}
+
+// Runs a step; the buffer `result` as an array [rows, width], valid until the next run. poll: None, or what is called every
+// now and then; an exception of it ends the step.
+Logits run(nb::handle_t<OwningProgram> handle, const Ids& token_ids, const Ids& positions, const Ids& slots, const Ids& rows,
+           const std::vector<int64_t>& cu_seqlens_q, const std::vector<int64_t>& context_lens, const std::vector<Ids>& tables,
+           const std::vector<Numbers>& inv_freqs, int result, const nb::object& poll) {
+  OwningProgram& self = nb::cast<OwningProgram&>(handle);
+  const Exclusive entered(self.running);
+  const int64_t tokens = static_cast<int64_t>(token_ids.size());
+  require(positions.size() == token_ids.size() && slots.size() == token_ids.size(), "one position and one slot a token");
+  require(result >= 0 && result < static_cast<int>(self.is_rows.size()), "the result is none of the buffers");
+  require(self.is_rows[result] || static_cast<int64_t>(rows.size()) <= tokens, "more rows than tokens are asked for");
+  require_range(token_ids, 0, self.vocabulary, "a token id");
+  require_range(positions, 0, kUnlimited, "a position");
+  require_range(slots, -1, self.num_slots(), "a slot");
+  require_range(rows, 0, tokens, "a row of logits");
+  StepInput input{tokens, token_ids.data(), positions.data(), slots.data(), static_cast<int64_t>(rows.size()), rows.data(),
+                  sequences_of(cu_seqlens_q, context_lens, tables, tokens, self.num_pages),
+                  frequencies_of(self, inv_freqs, tokens)};
   {
     nb::gil_scoped_release release;
-    self.program.run(input);
+    self.program.run(input, with_signals(poll));
   }
   return Logits(const_cast<float*>(self.program.data(result)), {rows.size(), static_cast<size_t>(self.program.width(result))},
                 handle);
@@ -144,7 +219,7 @@ void bind_program(nb::module_& m) {
            nb::arg("head_dim"), nb::arg("type"))
       .def_prop_ro("nbytes", &KvMemory::bytes);
   nb::class_<OwningRowOp>(m, "RowOp")
-      .def("__init__", [](OwningRowOp* self, RowKind kind) { new (self) OwningRowOp{{kind}, {}}; })
+      .def("__init__", [](OwningRowOp* self, RowKind kind) { new (self) OwningRowOp(kind); })
       .def_rw("out", &OwningRowOp::out)
       .def_rw("out2", &OwningRowOp::out2)
       .def_rw("a", &OwningRowOp::a)
@@ -188,6 +263,7 @@ void bind_program(nb::module_& m) {
       .def(nb::init<std::shared_ptr<ThreadPool>, bool>(), nb::arg("pool"), nb::arg("int8"))
       .def("add_buffer",
            [](OwningProgram& self, int64_t width, bool is_rows) {
+             self.is_rows.push_back(is_rows);
              return self.program.add_buffer(width, is_rows ? Domain::Rows : Domain::Tokens);
            })
       .def("add_matrix_phase", &add_matrix_phase)
@@ -196,7 +272,9 @@ void bind_program(nb::module_& m) {
               int64_t window, float softcap) {
              self.program.add_attention_phase(queries, out, pages_of(self, pages), num_heads, scale, window, softcap);
            })
-      .def("run", &run)
+      .def("run", &run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("slots"), nb::arg("rows"), nb::arg("cu_seqlens_q"),
+           nb::arg("context_lens"), nb::arg("block_tables"), nb::arg("inv_freqs"), nb::arg("result"),
+           nb::arg("poll") = nb::none())
       .def("time_phases", [](OwningProgram& self, bool on) { self.program.time_phases(on); })
       .def_prop_ro("times",
                    [](const OwningProgram& self) {   // (row operations, work, waiting) of every phase, in seconds

@@ -19,6 +19,7 @@ class KvMemory {
 
   const KvPages& pages() const { return pages_; }
   int64_t bytes() const { return bytes_; }
+  int64_t num_pages() const { return bytes_ / pages_.page_stride; }
 
  private:
   KvPages pages_;

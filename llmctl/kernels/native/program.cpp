@@ -1,7 +1,6 @@
 #include "program.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 
@@ -15,6 +14,7 @@ constexpr int64_t kCodesInCache = 1 << 20;   // bytes of activations that stay i
 constexpr int64_t kChunksPerWorker = 8;
 constexpr int64_t kMostTiles = 64;           // tiles in one chunk of work
 constexpr int64_t kPrefillTiles = 8;         // the same where many tokens share it
+constexpr std::chrono::milliseconds kPollInterval{50};
 constexpr int64_t kPrefetch = 32 << 10;      // bytes of the next phase's weights that are asked for before meeting
 
 }  // namespace
@@ -22,6 +22,7 @@ constexpr int64_t kPrefetch = 32 << 10;      // bytes of the next phase's weight
 // What one worker has to itself. `view` is where each buffer's rows are for this worker: the program's own memory, or, for
 // what a phase computes row by row in every worker, a private copy.
 struct Program::Worker {
+  int number;
   std::vector<float*> view;
   AlignedArray<float> rows;
   QuantizedRows quantized;
@@ -189,7 +190,7 @@ struct Program::MatrixPhase : Program::Phase {
       program.pool_->barrier();
     }
     watch.mark(&PhaseTime::rows);
-    if (input >= 0 && own_rows) run_own_chunks(program, worker, number);
+    if (input >= 0 && own_rows) run_own_chunks(program, worker);
     if (input >= 0 && !own_rows) run_chunks(program, worker);
     if (own_rows) restore_view(program, worker);
     program.prefetch_after(*this, number);
@@ -215,9 +216,11 @@ struct Program::MatrixPhase : Program::Phase {
 
   void share_rows(Program& program, Worker& worker) {
     const int64_t step = std::clamp<int64_t>(num_rows / (8 * program.pool_->size()), 1, 16);
-    for (int64_t first; (first = next_rows.fetch_add(step)) < num_rows;)
+    for (int64_t first; (first = next_rows.fetch_add(step)) < num_rows;) {
+      program.look_up(worker);
       for (int64_t row = first; row < std::min(first + step, num_rows); row++)
         compute_row(program, worker, row, true, shared);
+    }
   }
 
   void compute_row(Program& program, Worker& worker, int64_t row, bool stores, QuantizedRows& codes) {
@@ -226,15 +229,16 @@ struct Program::MatrixPhase : Program::Phase {
     if (needs_codes) codes.quantize(*program.kernels_, worker.view[input] + row * columns, row, columns);
   }
 
-  void run_own_chunks(Program& program, Worker& worker, int number) {
+  void run_own_chunks(Program& program, Worker& worker) {
     int helped = 0;
-    for (int64_t item; (item = queue.take(number, helped)) >= 0;) run_chunk(program, worker, chunks[item], 0, num_rows);
+    for (int64_t item; (item = queue.take(worker.number, helped)) >= 0;) run_chunk(program, worker, chunks[item], 0, num_rows);
   }
 
   // Blocks of tokens whose activations stay in the cache, one after the other; within each all chunks.
   void run_chunks(Program& program, Worker& worker) {
     const int64_t blocks = (num_rows + block - 1) / block, per_block = static_cast<int64_t>(chunks.size());
     for (int64_t item; (item = next_item.fetch_add(1)) < blocks * per_block;) {
+      program.look_up(worker);
       const int64_t first = item / per_block * block;
       run_chunk(program, worker, chunks[item % per_block], first, std::min(block, num_rows - first));
     }
@@ -397,8 +401,10 @@ struct Program::AttentionPhase : Program::Phase {
     const AttentionCall call = describe(program);
     Worker& worker = *program.workers_[number];
     Stopwatch watch = program.stopwatch(*this, number);
-    for (int64_t i; (i = next_item.fetch_add(1)) < static_cast<int64_t>(work.items.size());)
+    for (int64_t i; (i = next_item.fetch_add(1)) < static_cast<int64_t>(work.items.size());) {
+      program.look_up(worker);
       kernels.run(call, work.items[i], worker.attention.get(), program.partials_.get());
+    }
     program.prefetch_after(*this, number);
     watch.mark(&PhaseTime::work);
     program.pool_->barrier();
@@ -423,7 +429,10 @@ struct Program::AttentionPhase : Program::Phase {
 
 Program::Program(std::shared_ptr<ThreadPool> pool, const Kernels* kernels, bool int8)
     : pool_(std::move(pool)), kernels_(kernels), int8_(int8) {
-  for (int i = 0; i < pool_->size(); i++) workers_.push_back(std::make_unique<Worker>());
+  for (int i = 0; i < pool_->size(); i++) {
+    workers_.push_back(std::make_unique<Worker>());
+    workers_.back()->number = i;
+  }
 }
 
 Program::~Program() = default;
@@ -504,13 +513,24 @@ void Program::prepare() {
   for (auto& phase : phases_) phase->prepare(*this);
 }
 
-void Program::run(const StepInput& input) {
+void Program::run(const StepInput& input, const std::function<void()>& poll) {
   input_ = &input;
+  poll_ = poll ? &poll : nullptr;
+  next_poll_ = std::chrono::steady_clock::now() + kPollInterval;
   prepare();
   pool_->run([this](int worker) {
     for (auto& phase : phases_) phase->run(*this, worker);
   });
-  input_ = nullptr;
+}
+
+// Between two pieces of work: the calling thread polls, the others see whether that ended the run.
+void Program::look_up(const Worker& worker) {
+  if (worker.number != 0) return pool_->check();
+  if (!poll_) return;
+  const auto now = std::chrono::steady_clock::now();
+  if (now < next_poll_) return;
+  next_poll_ = now + kPollInterval;
+  (*poll_)();
 }
 
 int64_t Program::bytes() const {

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -102,7 +103,9 @@ class Program {
                            float softcap);
 
   // Runs all phases. Afterwards `data` of a buffer holds its rows. Errors: std::bad_alloc.
-  void run(const StepInput& input);
+  // poll: where not empty, called by the calling thread every kPollInterval or so, between two pieces of work. What it throws
+  // ends the run: buffers then hold nothing of use, and any of the step's keys and values may be stored.
+  void run(const StepInput& input, const std::function<void()>& poll = {});
   const float* data(int buffer) const { return buffers_[buffer].data.get(); }
   int64_t width(int buffer) const { return buffers_[buffer].width; }
   int64_t bytes() const;   // of buffers and scratch
@@ -139,11 +142,14 @@ class Program {
   Stopwatch stopwatch(const Phase& phase, int worker);
   int64_t rows_of(Domain domain) const { return domain == Domain::Tokens ? input_->tokens : input_->num_rows; }
   void prepare();
+  void look_up(const Worker& worker);
 
   std::shared_ptr<ThreadPool> pool_;
   const Kernels* kernels_;
   bool int8_;
   const StepInput* input_ = nullptr;
+  const std::function<void()>* poll_ = nullptr;
+  std::chrono::steady_clock::time_point next_poll_;
   std::vector<Buffer> buffers_;
   std::vector<std::unique_ptr<Phase>> phases_;
   std::vector<SharedPlan> plans_;

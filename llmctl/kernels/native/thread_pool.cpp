@@ -206,6 +206,10 @@ struct ThreadPool::State {
     if (error) std::rethrow_exception(error);
   }
 
+  void check() const {
+    if (failed.load(std::memory_order_relaxed)) throw Abandoned();
+  }
+
   void barrier() {
     const uint32_t current = phase.load();
     if (failed.load()) throw Abandoned();
@@ -261,5 +265,7 @@ void ThreadPool::run(const std::function<void(int)>& body) {
 void ThreadPool::barrier() {
   if (state_->size > 1) state_->barrier();
 }
+
+void ThreadPool::check() const { state_->check(); }
 
 }  // namespace llmctl

@@ -16,6 +16,8 @@ class ThreadPool {
   void run(const std::function<void(int)>& body);
   // Inside body: all workers meet here. Writes before it are seen by all after it.
   void barrier();
+  // Inside body, between pieces of work: throws where another worker failed, so that nobody works for a run that is lost.
+  void check() const;
 
  private:
   struct State;

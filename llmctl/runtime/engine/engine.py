@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmctl.errors import ContextLengthError, UsageError
+from llmctl.kernels.ops import StepInterrupted
 from llmctl.runtime.cache.block_manager import BlockManager
 from llmctl.runtime.engine.model_runner import BLOCK_SIZE, ModelRunner
 from llmctl.runtime.engine.scheduler import ScheduledChunk, Scheduler
@@ -70,6 +71,11 @@ class Engine:
             sequence.finish_reason = "abort"
             self._scheduler.remove(sequence)
 
+    def interrupt(self) -> None:
+        """Let the step under way in the main thread end early, without an output and its tokens not counted: for signal
+        handlers. A short one still runs to its end."""
+        self._runner.interrupt()
+
     def step(self, max_tokens: int | None = None) -> list[TokenOutput]:
         """Run one batch. Returns the new tokens, at most one a sequence; a chunk inside a prompt gives none.
 
@@ -81,7 +87,10 @@ class Engine:
         chunks = self._scheduler.schedule(max_tokens)
         if not chunks:
             return []
-        logits = self._runner.run(chunks)
+        try:
+            logits = self._runner.run(chunks)
+        except StepInterrupted:
+            return []
         ended = [chunk for chunk in chunks if chunk.is_last]
         for chunk in chunks:
             chunk.sequence.num_computed += chunk.num_tokens

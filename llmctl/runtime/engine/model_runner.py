@@ -72,6 +72,10 @@ class ModelRunner:
         rows = [batch.cu_seqlens_q[i + 1] - 1 for i, chunk in enumerate(chunks) if chunk.is_last]
         return self._forward(batch, np.array(rows, np.int64))
 
+    def interrupt(self) -> None:
+        """As `Ops.interrupt`."""
+        self.model.ops.interrupt()
+
     def run_all(self, chunks: list[ScheduledChunk]) -> np.ndarray:
         """As `run`, but with a row of logits for every token."""
         batch = self._describe(chunks)

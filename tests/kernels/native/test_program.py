@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import threading
+import time
+from typing import Any
 
 import numpy as np
 import pytest
 
 from llmctl.kernels.native import _native
+from llmctl.kernels.ops import StepInterrupted
 
 HIDDEN, OUT = 256, 1024
 
@@ -68,6 +73,7 @@ print(sorted(set(ends)))
 """
 
 
+@pytest.mark.unchecked
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
 def test_a_step_after_one_without_memory_has_its_room() -> None:
     """Once the limit is gone the same number of tokens runs: nothing is taken for allocated that was not."""
@@ -82,9 +88,152 @@ def test_vectors_of_another_type_are_refused_not_copied() -> None:
         op.set_weight(np.ones(16, np.float64))
 
 
-def test_a_row_that_no_token_has_is_refused() -> None:
-    program = _native.Program(_native.ThreadPool(1), True)
-    out, one = program.add_buffer(4, True), np.zeros(1, np.int64)
-    for row in (-1, 1):
-        with pytest.raises(ValueError, match="none of the tokens"):
-            program.run(one, one, one, np.array([row]), [0, 1], [1], [one], [], out)
+HEADS, HEAD_DIM, PAGES, IDS, HALF = 2, 16, 3, 9, 8
+
+
+class Step:
+    """A program that stores and attends what it embeds, and its run with a step's arrays replaced by name."""
+
+    def __init__(self, layers: int = 1, threads: int = 1) -> None:
+        self.program = _native.Program(_native.ThreadPool(threads), True)
+        width = HEADS * HEAD_DIM
+        self.hidden, self.attended = self.program.add_buffer(width, False), self.program.add_buffer(width, False)
+        self.cos, self.sin = self.program.add_buffer(HALF, False), self.program.add_buffer(HALF, False)
+        self.result = self.program.add_buffer(width, True)
+        pages = _native.KvPages(PAGES, HEADS, HEAD_DIM, "f32")
+        self.program.add_matrix_phase(False, [self._embedding(width), self._angles(), self._store(pages)], -1, [])
+        for _ in range(layers):
+            self.program.add_attention_phase(self.hidden, self.attended, pages, HEADS, 1.0, 0, 0.0)
+        self.program.add_matrix_phase(True, [self._take()], -1, [])
+
+    def _embedding(self, width: int) -> Any:
+        table = _native.PackedWeight("F32", IDS, width)
+        table.store(np.zeros((IDS, width * 4), np.uint8))
+        op = _native.RowOp(_native.RowKind.Embedding)
+        op.out = self.hidden
+        op.set_table(table)
+        return op
+
+    def _angles(self) -> Any:
+        op = _native.RowOp(_native.RowKind.Angles)
+        op.out, op.out2, op.source = self.cos, self.sin, 1
+        return op
+
+    def _store(self, pages: Any) -> Any:
+        op = _native.RowOp(_native.RowKind.Store)
+        op.a, op.b, op.width = self.hidden, self.hidden, HEAD_DIM
+        op.set_pages(pages)
+        return op
+
+    def _take(self) -> Any:
+        op = _native.RowOp(_native.RowKind.Take)
+        op.a, op.out = self.hidden, self.result
+        return op
+
+    def run(self, tokens: int = 4, **replaced: Any) -> np.ndarray:
+        arguments = {
+            "token_ids": np.zeros(tokens, np.int64),
+            "positions": np.arange(tokens),
+            "slots": np.arange(tokens) % (PAGES * 16),
+            "rows": np.array([tokens - 1]),
+            "cu_seqlens_q": [0, tokens],
+            "context_lens": [tokens],
+            "block_tables": [np.arange(-(-tokens // 16)) % PAGES],
+            "inv_freqs": [np.ones(3, np.float32), np.ones(HALF, np.float32)],
+            "result": self.result,
+        }
+        return self.program.run(**arguments | replaced)
+
+
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        ({"token_ids": np.array([0, 0, IDS, 0])}, "a token id must be 0 to 8, found 9"),
+        ({"token_ids": np.array([0, 0, -1, 0])}, "a token id must be 0 to 8, found -1"),
+        ({"positions": np.array([0, 1, 2, -3])}, "a position must be 0 to"),
+        ({"positions": np.arange(3)}, "one position and one slot a token"),
+        ({"slots": np.array([0, 1, 2, PAGES * 16])}, "a slot must be -1 to 47, found 48"),
+        ({"slots": np.array([0, 1, 2, -2])}, "a slot must be -1 to 47, found -2"),
+        ({"rows": np.array([4])}, "a row of logits must be 0 to 3, found 4"),
+        ({"block_tables": [np.array([PAGES])]}, "a page of a block table must be 0 to 2, found 3"),
+        ({"block_tables": [np.array([-1])]}, "a page of a block table must be 0 to 2, found -1"),
+        ({"block_tables": [np.arange(0)]}, "a block table is too short"),
+        ({"context_lens": [17]}, "a block table is too short"),
+        ({"context_lens": [3]}, "more queries than keys"),
+        ({"cu_seqlens_q": [0, 5]}, "cu_seqlens_q must cover the tokens"),
+        ({"inv_freqs": [np.ones(3, np.float32)]}, "frequencies of every rope are needed"),
+        ({"inv_freqs": [np.ones(3, np.float32)] * 2}, "not as many as the rope turns pairs"),
+        ({"inv_freqs": [np.ones(3, np.float32), np.ones((3, HALF), np.float32)]}, "one row of frequencies a token"),
+        ({"result": 5}, "none of the buffers"),
+        ({"result": 0, "rows": np.zeros(5, np.int64)}, "more rows than tokens"),
+    ],
+)
+def test_a_step_that_reads_beyond_its_memory_is_refused(replaced: dict[str, Any], message: str) -> None:
+    step = Step()
+    step.run()
+    with pytest.raises(ValueError, match=message):
+        step.run(**replaced)
+    step.run(slots=np.array([-1, 0, 1, PAGES * 16 - 1]), block_tables=[np.array([PAGES - 1, 99])])
+
+
+LAYERS, LONG = 400, 2048  # a step of seconds
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_a_poll_raises_ends_the_step(threads: int) -> None:
+    step = Step(LAYERS, threads)
+    step.run()
+    polled = []
+
+    def poll() -> None:
+        polled.append(time.monotonic())
+        if len(polled) == 2:
+            raise StepInterrupted
+
+    begin = time.monotonic()
+    with pytest.raises(StepInterrupted):
+        step.run(LONG, poll=poll)
+    assert polled[0] - begin > 0.03
+    assert polled[1] - polled[0] > 0.03
+    assert time.monotonic() - polled[1] < 2
+    assert np.array_equal(step.run(), np.zeros((1, HEADS * HEAD_DIM)))
+
+
+def test_a_second_thread_is_refused_while_a_step_runs() -> None:
+    step = Step(LAYERS)
+    refused: list[str] = []
+
+    def enter() -> None:
+        try:
+            step.run()
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    def poll() -> None:
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+        raise StepInterrupted
+
+    with pytest.raises(StepInterrupted):
+        step.run(LONG, poll=poll)
+    assert refused == ["the program is running already, in another thread"]
+    step.run()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs setitimer")
+def test_a_signal_handler_ends_a_long_step() -> None:
+    step = Step(LAYERS, threads=2)
+
+    def leave(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, leave)
+    try:
+        begin = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            step.run(LONG, poll=lambda: None)
+        assert time.monotonic() - begin < 2
+    finally:
+        signal.signal(signal.SIGALRM, previous)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmctl.errors import ContextLengthError, UsageError
+from llmctl.kernels.ops import StepInterrupted
 from llmctl.runtime.engine import Engine
 from llmctl.runtime.engine.engine import check_prompt
 from llmctl.runtime.engine.model_runner import BLOCK_SIZE
@@ -319,3 +320,25 @@ def test_whatever_arrives_whenever_gets_its_own_answer(stub_model, requests, max
 def _record(outputs, events) -> None:
     for output in outputs:
         events.setdefault(output.sequence, []).append(output.token.token_id)
+
+
+def test_an_interrupted_step_counts_nothing(stub_model, monkeypatch):
+    """Its tokens run again, and the answer is that of an engine nobody interrupted."""
+    model = stub_model(mixed)
+    engine = Engine(model, prefill_chunk=4)
+    sequence = engine.add([1] * 10, SamplingParams(temperature=0, max_tokens=3))
+    forward, calls = model.decoder.forward, []
+
+    def stopped(*arguments):
+        calls.append(forward(*arguments))  # keys and values are stored, all of them
+        if len(calls) % 2:
+            raise StepInterrupted
+        return calls[-1]
+
+    monkeypatch.setattr(model.decoder, "forward", stopped)
+    assert engine.step() == []
+    assert sequence.num_computed == 0
+    while engine.has_work:
+        engine.step()
+    assert sequence.completion_token_ids == greedy_by_hand([1] * 10, 3)
+    assert len(calls) == 10
