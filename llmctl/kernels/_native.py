@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from llmctl.kernels.formats.quant_tensor import QuantTensor
 
 _BLOCK_SIZE = 16
+HEAD_DIM_STEP = 8
+"""The kernels attend heads of whole steps."""
 _SHORT_STEP = 4
 """Tokens up to which a step is too short to be interrupted."""
 _WANTED: Any = object()
@@ -54,10 +56,11 @@ class NativeOps:
 
     def kv_pages(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str) -> Any:
         assert block_size == _BLOCK_SIZE, block_size
+        padded = -(-head_dim // HEAD_DIM_STEP) * HEAD_DIM_STEP
         try:
-            return _native.KvPages(num_blocks, num_kv_heads, head_dim, kv_type)
+            return _native.KvPages(num_blocks, num_kv_heads, padded, kv_type)
         except MemoryError as error:
-            wanted = num_blocks * block_size * num_kv_heads * head_dim
+            wanted = num_blocks * block_size * num_kv_heads * padded
             raise OutOfMemoryError(f"a KV cache of {wanted} {kv_type} numbers could not be allocated") from error
 
     def compile(
@@ -127,7 +130,13 @@ class NativeOps:
         return self._record("gated_activation", (gate, up), gate.shape, activation=activation)[0]
 
     def store_kv(self, keys: Value, values: Value, pages: Any, slots: Value) -> None:
+        keys, values = (self._fit_heads(side, pages.head_dim) for side in (keys, values))
         self._record("store_kv", (keys, values), pages=pages)
+
+    def _fit_heads(self, x: Value, head_dim: int) -> Value:
+        """Heads as the attention has them: the zeros that fill them up add nothing to a score, and are cut off again."""
+        heads, width = x.shape
+        return x if width == head_dim else self._record("fit_heads", (x,), (heads, head_dim))[0]
 
     def attention(
         self,
@@ -139,7 +148,9 @@ class NativeOps:
         softcap: float | None = None,
     ) -> Value:
         attributes = {"pages": pages, "scale": scale, "window": sliding_window, "softcap": softcap}
-        return self._record("attention", (queries,), queries.shape, **attributes)[0]
+        fitted = self._fit_heads(queries, pages.head_dim)
+        y = self._record("attention", (fitted,), fitted.shape, **attributes)[0]
+        return self._fit_heads(y, queries.shape[-1])
 
     def add(self, x: Value, y: Value) -> Value:
         return self._record("add", (x, y), x.shape)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from llmctl.errors import UnsupportedError, UsageError
@@ -19,6 +19,8 @@ KV_TYPES = {"native": ("f16", "f32", "bf16", "q8_0"), "reference": ("f32", "f16"
 """What a backend can keep its KV cache in, the one it chooses itself first."""
 MOST_THREADS = max(256, os.cpu_count() or 1)
 """A thread pool that cannot be made ends the process: OpenMP aborts, with no error to catch."""
+MAX_HEAD_DIM = 512
+"""Of the native backend."""
 _WEIGHT_OPS = ("linear", "embedding")
 _PLAIN_OPS = ("rms_norm", "rotary", "gated_activation")
 _CACHE_OPS = ("store_kv", "attention")
@@ -111,13 +113,17 @@ def _native_activations(activations: str | None) -> str:
     return activations or ACTIVATIONS[0]
 
 
-def require_head_dim(compute: Compute, head_dim: int) -> None:
-    """UnsupportedError for heads of a size that the backend's attention does not have."""
-    if compute.backend == "native" and (head_dim % 8 or head_dim > 512):
-        raise UnsupportedError(
-            f"the native backend has attention for heads of 8, 16, 24 … 512 numbers, this model's have {head_dim}: "
-            "--backend reference computes it"
-        )
+def fit_head_dim(compute: Compute, head_dim: int, *choices: str | None) -> Compute:
+    """The same, or the reference where the backend's attention lacks heads of that size and was chosen by "auto".
+
+    choices: those that `choose_compute` made it of. UnsupportedError where the user asked for the backend.
+    """
+    if compute.backend != "native" or head_dim <= MAX_HEAD_DIM:
+        return compute
+    reason = f"the native backend has attention for heads of 1 to {MAX_HEAD_DIM} numbers, this model's have {head_dim}"
+    if choices[:1] == ("native",):
+        raise UnsupportedError(f"{reason}: --backend reference computes it")
+    return replace(choose_compute("reference", *choices[1:]), fallback=reason)
 
 
 def make_ops(compute: Compute, threads: int) -> Ops:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmctl.errors import FormatError, LlmctlError, ModelNotFoundError, OutOfMemoryError, UsageError
-from llmctl.kernels.backend import Compute, choose_compute, make_ops, require_head_dim
+from llmctl.kernels.backend import Compute, choose_compute, fit_head_dim, make_ops
 from llmctl.kernels.formats.conversion import converted_bytes
 from llmctl.kernels.ops import Ops
 from llmctl.runtime.cache.memory import bytes_per_token
@@ -122,12 +122,12 @@ def open_model(
     backend … activations: as `choose_compute`. ctx_size: tokens of context, None for what the model was trained with as far as
     memory allows. Raises FormatError, UnsupportedError, UsageError and OutOfMemoryError.
     """
-    compute = choose_compute(backend, device, dtype, kv_type, activations)
+    choices = (backend, device, dtype, kv_type, activations)
+    compute = choose_compute(*choices)
+    weights = ModelWeights(open_checkpoint(path))
+    compute = fit_head_dim(compute, max(layer.head_dim for layer in weights.config.kv_layers()), *choices)
     if compute.fallback:
         _log.warning("the slow reference backend computes, since %s", compute.fallback)
-    weights = ModelWeights(open_checkpoint(path))
-    for layer in weights.config.kv_layers():
-        require_head_dim(compute, layer.head_dim)
     tokenizer = _tokenizer(weights)
     available = _available_bytes(weights, compute)
     context_length, max_cache_tokens = _context(weights.config, compute.kv_type, ctx_size, available)

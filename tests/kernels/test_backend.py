@@ -18,9 +18,9 @@ from llmctl.kernels.backend import (
     Compute,
     capabilities,
     choose_compute,
+    fit_head_dim,
     default_kv_type,
     make_ops,
-    require_head_dim,
 )
 from llmctl.kernels.formats.spec import FORMATS
 
@@ -75,14 +75,20 @@ def test_what_a_backend_does_not_have_is_a_usage_error(here: Here, choices: dict
         choose_compute(**choices)
 
 
-def test_heads_that_native_attention_does_not_have_are_refused_with_a_way_out(here: Here) -> None:
+def test_heads_that_native_attention_does_not_have_are_computed_by_the_reference(here: Here) -> None:
     here(None)
-    for head_dim in (8, 96, 512):
-        require_head_dim(choose_compute(), head_dim)
-    for head_dim in (4, 20, 520):
-        with pytest.raises(UnsupportedError, match=f"have {head_dim}: --backend reference"):
-            require_head_dim(choose_compute(), head_dim)
-        require_head_dim(choose_compute("reference"), head_dim)
+    for head_dim in (1, 96, 100, 512):
+        assert fit_head_dim(choose_compute(), head_dim, "auto") == choose_compute()
+    fitted = fit_head_dim(choose_compute(kv_type="f16"), 513, "auto", "cpu", "float32", "f16", None)
+    assert (fitted.backend, fitted.kv_type) == ("reference", "f16")
+    assert "this model's have 513" in fitted.fallback
+    assert fit_head_dim(choose_compute("reference"), 513, "reference") == choose_compute("reference")
+
+
+def test_heads_that_the_backend_asked_for_does_not_have_are_refused_with_a_way_out(here: Here) -> None:
+    here(None)
+    with pytest.raises(UnsupportedError, match="have 513: --backend reference"):
+        fit_head_dim(choose_compute("native"), 513, "native", "cpu")
 
 
 @pytest.mark.parametrize("threads", [0, MOST_THREADS + 1, 10**30])

@@ -213,10 +213,12 @@ void bind_program(nb::module_& m) {
       .value("Scale", RowKind::Scale)
       .value("Softcap", RowKind::Softcap)
       .value("Take", RowKind::Take)
-      .value("Store", RowKind::Store);
+      .value("Store", RowKind::Store)
+      .value("Fit", RowKind::Fit);
   nb::class_<KvMemory>(m, "KvPages")
       .def(nb::init<int64_t, int64_t, int64_t, const std::string&>(), nb::arg("num_pages"), nb::arg("kv_heads"),
            nb::arg("head_dim"), nb::arg("type"))
+      .def_prop_ro("head_dim", [](const KvMemory& self) { return self.pages().shape.head_dim; })
       .def_prop_ro("nbytes", &KvMemory::bytes);
   nb::class_<OwningRowOp>(m, "RowOp")
       .def("__init__", [](OwningRowOp* self, RowKind kind) { new (self) OwningRowOp(kind); })

@@ -276,7 +276,7 @@ def _row_op(node: Node, buffers: Buffers) -> Any:
         setattr(op, field_name, buffers[value])
     op.factor = a.get("factor", 1.0)
     op.source = a.get("source", 0)
-    if node.op in ("rms_norm", "rotary", "store_kv"):
+    if node.op in ("rms_norm", "rotary", "store_kv", "fit_heads"):
         op.width = node.inputs[0].shape[-1]
     if node.op == "rms_norm":
         op.set_weight(a["weight"])
@@ -300,6 +300,7 @@ _ROW_KINDS = {
     "softcap": "Softcap",
     "take_rows": "Take",
     "store_kv": "Store",
+    "fit_heads": "Fit",
 }
 
 

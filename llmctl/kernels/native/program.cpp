@@ -366,6 +366,14 @@ void Program::MatrixPhase::program_row(Program& program, Worker& worker, const R
     case RowKind::Scale: kernels.scale(at(op.a, row), op.factor, width, out); break;
     case RowKind::Softcap: kernels.softcap(at(op.a, row), op.factor, width, out); break;
     case RowKind::Take: std::memcpy(out, at(op.a, step.rows[row]), width * sizeof(float)); break;
+    case RowKind::Fit: {
+      const int64_t heads = program.buffers_[op.a].width / op.width, fitted = width / heads;
+      const int64_t kept = std::min(op.width, fitted);
+      std::memset(out, 0, width * sizeof(float));
+      for (int64_t head = 0; head < heads; head++)
+        std::memcpy(out + head * fitted, at(op.a, row) + head * op.width, kept * sizeof(float));
+      break;
+    }
     case RowKind::Store: {
       const int64_t heads = program.buffers_[op.a].width / op.width;
       for (int64_t head = 0; head < heads; head++) {

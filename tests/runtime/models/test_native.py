@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,7 @@ LLAMA = [
     {"tie_word_embeddings": False},
     {"num_key_value_heads": 1},
     {"head_dim": 16, "hidden_size": 96, "num_attention_heads": 6},
+    *({"head_dim": head_dim, "hidden_size": 96} for head_dim in (2, 20, 50, 80, 112)),
     {"attention_bias": True, "mlp_bias": True},
     {"hidden_act": "gelu_pytorch_tanh"},
     *({"rope": name} for name in ROPES),
@@ -31,6 +33,7 @@ LLAMA = [
 GEMMA3 = [
     {},
     {"num_key_value_heads": 1},
+    {"head_dim": 36},
     {"attention_bias": True},
     {"sliding_window": 3, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
     {"final_logit_softcapping": 1.5},
@@ -68,8 +71,10 @@ def test_logits_equal_the_reference(folder: Callable[..., Path], case: int) -> N
     np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("case", [0, 4, len(LLAMA), len(LLAMA) + 3], ids=str)
-@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize(
+    ("case", "kv_type"),
+    [(5, "f16"), *itertools.product([0, 9, len(LLAMA), len(LLAMA) + 4], ["f32", "f16", "q8_0"])],
+)
 def test_bits_depend_on_neither_chunks_nor_threads(folder: Callable[..., Path], case: int, kv_type: str) -> None:
     whole = compute_logits(native(folder(case), threads=1, kv_type=kv_type), IDS)
     for chunk, threads in ((1, 2), (7, 1), (33, 3)):
