@@ -29,6 +29,7 @@ COMMANDS = {
     "eval": Command("eval", "evaluate", "Measure how well a model predicts a text: perplexity, divergence from another."),
     "inspect": Command("inspect", "inspect", "Show what is in a checkpoint: metadata, tensors, sizes."),
     "inspect-kv": Command("inspect_kv", "inspect_kv", "Show what the KV cache of a model costs."),
+    "verify": Command("verify", "verify", "Check a model file: structure, values, keys, hashes; compare two files."),
     "models": Command("models", "app", "Pull, list, show and remove models."),
     "doctor": Command("doctor", "doctor", "Show what this machine has and what works on it."),
 }

@@ -43,7 +43,7 @@ _SAMPLING = {
 def read_folder(checkpoint: SafetensorsCheckpoint, *, pre: str | None = None, drop_surplus: bool = False) -> ModelSource:
     """The model in a folder. Arguments and errors as `open_source`."""
     weights = ModelWeights(checkpoint)
-    names = _needed_names(weights)
+    names = needed_names(weights)
     dropped = weights.unneeded(names)
     tensors = _tensors(weights, names)
     metadata = _metadata(weights, tensors)
@@ -91,7 +91,7 @@ class _NoOps:
     def prepare_vector(self, vector: Any, dtype: str | None = None) -> None: ...
 
 
-def _needed_names(weights: ModelWeights) -> list[str]:
+def needed_names(weights: ModelWeights) -> list[str]:
     """The tensors the forward pass reads; FormatError for one that is missing or of another shape than config.json says."""
     recorder = _Recorder(weights)
     Decoder(_NoOps(), recorder)
