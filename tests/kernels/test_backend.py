@@ -18,8 +18,8 @@ from llmctl.kernels.backend import (
     Compute,
     capabilities,
     choose_compute,
-    fit_head_dim,
     default_kv_type,
+    fit_head_dim,
     make_ops,
 )
 from llmctl.kernels.formats.spec import FORMATS
