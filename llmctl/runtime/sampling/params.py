@@ -68,6 +68,11 @@ class SamplingParams:
         """True when the most likely token is taken without a draw."""
         return self.temperature < 1e-5 or self.top_k == 1
 
+    @property
+    def keeps_all(self) -> bool:
+        """True when every token may be drawn."""
+        return self.top_k == 0 and self.top_p >= 1.0 and self.min_p == 0.0
+
 
 def _check(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     # Compared, not converted: a file may hold an integer that is beyond any float.

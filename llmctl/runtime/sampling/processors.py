@@ -7,13 +7,16 @@ looked at. A token that may not be drawn is −inf.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from llmctl.errors import LlmctlError
 from llmctl.kernels.sample import argmax, top_k
 from llmctl.runtime.sampling.params import SamplingParams
+
+_FIRST_RANKS, _MORE_RANKS = 256, 8
+"""How many tokens `ranked` sorts at first, and how many times as many when those did not do."""
 
 
 def shape(logits: np.ndarray, params: SamplingParams, token_ids: Sequence[int]) -> np.ndarray:
@@ -58,18 +61,64 @@ def candidates(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, 
 
     Ties are broken by the smaller id, so the result depends on nothing but the logits. LlmctlError if one is not a number.
     """
-    ids, kept = top_k(logits, params.top_k or len(logits))
+    if params.top_k or params.keeps_all:
+        ids, kept = _top_k(logits, params.top_k or len(logits))
+        keep = _count_kept(kept, params, float(_relative(kept).sum()))
+        return ids[:keep], kept[:keep]
+    total = math.exp(log_normalizer(logits) - float(logits.max())) if params.top_p < 1.0 else 1.0
+    for ids, kept in ranked(logits):
+        keep = _count_kept(kept, params, total)
+        if keep < len(ids):
+            break
+    return ids[:keep], kept[:keep]
+
+
+def draw_from_all(logits: np.ndarray, uniform: float) -> int:
+    """The token at which the cumulative distribution over all of them, most likely first, exceeds a number in [0, 1)."""
+    target = uniform * float(np.exp(logits.astype(np.float64) - float(logits.max())).sum())
+    for ids, kept in ranked(logits):
+        rank = int(_relative(kept).cumsum().searchsorted(target, side="right"))
+        if rank < len(ids):
+            return int(ids[rank])
+    return int(ids[-1])
+
+
+def ranked(logits: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The most likely ids and their logits, most likely first: more of them every time, those before at their head, at last
+    all. LlmctlError if a logit is not a number.
+
+    To sort a large vocabulary takes longer than to compute a small model's step, and few draws look beyond the first hundreds.
+    """
+    count = _FIRST_RANKS
+    while True:
+        ids, kept = _top_k(logits, count)
+        yield ids, kept
+        if len(ids) < count or count >= len(logits):
+            return
+        count *= _MORE_RANKS
+
+
+def _top_k(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    ids, kept = top_k(logits, k)
     if not len(ids):
         raise _not_numbers()
-    if params.top_p < 1.0:
-        probabilities = softmax(kept)
-        before = probabilities.cumsum() - probabilities
-        keep = max(1, int(np.count_nonzero(before < params.top_p)))
-        ids, kept = ids[:keep], kept[:keep]
-    if params.min_p > 0.0:
-        keep = max(1, int(np.count_nonzero(kept >= kept[0] + math.log(params.min_p))))
-        ids, kept = ids[:keep], kept[:keep]
     return ids, kept
+
+
+def _count_kept(kept: np.ndarray, params: SamplingParams, total: float) -> int:
+    """How many of the largest logits, in order, top-p and min-p leave. total: what `_relative` of all there are adds up to."""
+    keep = len(kept)
+    if params.top_p < 1.0:
+        before = _relative(kept).cumsum()[:-1]
+        keep = 1 + int(np.count_nonzero(before < params.top_p * total))
+    if params.min_p > 0.0:
+        keep = min(keep, max(1, int(np.count_nonzero(kept >= kept[0] + math.log(params.min_p)))))
+    return keep
+
+
+def _relative(kept: np.ndarray) -> np.ndarray:
+    """Probabilities of logits, the largest first, in units of the largest one's; in float64."""
+    return np.exp(kept.astype(np.float64) - float(kept[0]))
 
 
 def _not_numbers() -> LlmctlError:

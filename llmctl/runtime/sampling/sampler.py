@@ -9,7 +9,7 @@ import numpy as np
 
 from llmctl.kernels.sample import top_k
 from llmctl.runtime.sampling.params import SamplingParams
-from llmctl.runtime.sampling.processors import candidates, log_normalizer, most_likely, shape, softmax
+from llmctl.runtime.sampling.processors import candidates, draw_from_all, log_normalizer, most_likely, shape, softmax
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,10 @@ class Sampler:
 
     def _draw(self, logits: np.ndarray) -> int:
         """Inverse of the cumulative distribution over the candidates, at one uniform number."""
+        temperature, uniform = np.float32(self.params.temperature), self._generator.random()
+        if self.params.keeps_all:
+            return draw_from_all(logits / temperature, uniform)
         ids, kept = candidates(logits, self.params)
-        cumulative = softmax(kept / np.float32(self.params.temperature)).cumsum()
-        chosen = cumulative.searchsorted(self._generator.random() * cumulative[-1], side="right")
+        cumulative = softmax(kept / temperature).cumsum()
+        chosen = cumulative.searchsorted(uniform * cumulative[-1], side="right")
         return int(ids[min(int(chosen), len(ids) - 1)])

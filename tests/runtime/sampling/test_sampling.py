@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmctl.errors import LlmctlError, UsageError
+from llmctl.kernels import sample
 from llmctl.kernels.sample import _numpy
 from llmctl.runtime.sampling import processors, sampler
 from llmctl.runtime.sampling.params import SamplingParams
-from llmctl.runtime.sampling.processors import apply_penalties, candidates, softmax
+from llmctl.runtime.sampling.processors import apply_penalties, candidates, draw_from_all, softmax
 from llmctl.runtime.sampling.sampler import Sampler
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -169,6 +170,50 @@ def test_there_is_always_a_token_and_it_is_a_candidate(
     assert kept[0] == row.max()
     assert Sampler(params).sample(row, []).token_id in ids
     assert softmax(kept).sum() == pytest.approx(1.0)
+
+
+def sorted_whole(row: np.ndarray, top_p: float, min_p: float) -> list[int]:
+    """The candidates without top-k by their definition, over the whole vocabulary sorted."""
+    order = np.argsort(-row, kind="stable")
+    order = order[row[order] > -np.inf]
+    relative = np.exp(row[order].astype(np.float64) - float(row.max()))
+    before = np.concatenate([[0.0], relative.cumsum()[:-1]]) / relative.sum()
+    by_top_p = before < top_p if top_p < 1 else np.ones(len(order), bool)
+    by_min_p = relative >= min_p * (1 - 1e-9)
+    return order[: max(1, int(min(by_top_p.sum(), by_min_p.sum())))].tolist()
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (7, 3), (256, 8)], ids=str)
+@pytest.mark.parametrize("top_k", [sample.top_k, _numpy.top_k], ids=["native", "numpy"])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+def test_candidates_without_top_k_are_those_of_the_whole_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, int], top_k: object, spread: float
+) -> None:
+    monkeypatch.setattr(processors, "_FIRST_RANKS", ranks[0])
+    monkeypatch.setattr(processors, "_MORE_RANKS", ranks[1])
+    monkeypatch.setattr(processors, "top_k", top_k)
+    random = np.random.default_rng(4)
+    row = (random.normal(size=3001) * spread).astype(np.float32)
+    row[random.integers(0, 3001, 500)] = row[7]  # many are equal
+    row[random.integers(0, 3001, 200)] = -np.inf
+    for top_p, min_p in [(0.1, 0), (0.5, 0), (0.95, 0), (0.999, 0), (1, 0.5), (1, 1e-3), (1, 1e-30), (0.9, 0.05), (1, 0)]:
+        params = SamplingParams(top_k=0, top_p=top_p, min_p=min_p)
+        ids, kept = candidates(row, params)
+        assert ids.tolist() == sorted_whole(row, top_p, min_p), (top_p, min_p)
+        assert kept.tolist() == row[ids].tolist()
+
+
+@given(st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=60), st.floats(0, 1, exclude_max=True))
+def test_a_draw_from_all_is_that_of_the_sorted_vocabulary(values: list[float], uniform: float) -> None:
+    row = logits(*values)
+    order = np.argsort(-row, kind="stable")
+    cumulative = softmax(row[order]).cumsum()
+    rank = min(int(cumulative.searchsorted(uniform * cumulative[-1], side="right")), len(order) - 1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(processors, "_FIRST_RANKS", 1)
+        drawn = order.tolist().index(draw_from_all(row, uniform))
+    # Sums in another order differ in their last bits: at the very border of two tokens either may be drawn.
+    assert drawn == rank or abs(cumulative[min(drawn, rank)] / cumulative[-1] - uniform) < 1e-12
 
 
 def test_minus_infinity_everywhere_but_one_is_no_trouble() -> None:
