@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,14 @@ _WANTED: Any = object()
 """Stands for the rows of a step while there is none: a program is given them with every step."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Reordered:
+    """A weight whose stored column j meets x[order[j]]."""
+
+    packed: Any
+    order: np.ndarray
+
+
 class NativeOps:
     """`Ops` over native programs. activations: "int8" (per 32 numbers, for quantized weights) or "float".
 
@@ -49,7 +58,8 @@ class NativeOps:
         self._interrupted = False
 
     def prepare_weight(self, weight: np.ndarray | QuantTensor | PackedIntTensor) -> Any:
-        return pack_weight(weight, self._pool)
+        packed, order = pack_weight(weight, self._pool), getattr(weight, "column_order", None)
+        return packed if order is None else _Reordered(packed, order)
 
     def prepare_vector(self, vector: np.ndarray | QuantTensor, dtype: str | None = None) -> np.ndarray:
         return np.array(dequantize(vector), np.float32)
@@ -110,10 +120,22 @@ class NativeOps:
         return self._graph.add(op, inputs, *shapes, **attributes).outputs
 
     def linear(self, x: Value, weight: Any, bias: np.ndarray | None = None) -> Value:
+        if isinstance(weight, _Reordered):
+            x, weight = self._take_columns(x, weight.order), weight.packed
         return self._record("linear", (x,), (weight.rows,), weight=weight, bias=bias)[0]
 
     def embedding(self, token_ids: Value, table: Any, scale: float = 1.0) -> Value:
-        return self._record("embedding", (), (table.columns,), weight=table, factor=scale)[0]
+        order, table = (table.order, table.packed) if isinstance(table, _Reordered) else (None, table)
+        x = self._record("embedding", (), (table.columns,), weight=table, factor=scale)[0]
+        return x if order is None else self._take_columns(x, np.argsort(order).astype(np.int32))
+
+    def _take_columns(self, x: Value, order: np.ndarray) -> Value:
+        """x[:, order]; what was asked for already is not computed twice, so that q, k and v stay products of one input."""
+        assert self._graph is not None, "take_columns outside compile()"
+        for node in self._graph.nodes:
+            if node.op == "take_columns" and node.inputs[0].key == x.key and np.array_equal(node.attributes["order"], order):
+                return node.outputs[0]
+        return self._record("take_columns", (x,), x.shape, order=order)[0]
 
     def rms_norm(self, x: Value, weight: np.ndarray, eps: float) -> Value:
         return self._record("rms_norm", (x,), x.shape, weight=weight, factor=eps)[0]

@@ -26,6 +26,8 @@ class PackedIntTensor:
     codes: uint8 (*shape[:-1], columns · bits / 8), of two 4-bit codes the earlier column in the low nibble.
     scales: float32 (*shape[:-1], groups), finite, of either sign.
     zero_points: uint8 like scales, or None for symmetric codes: 2^(bits − 1).
+    column_order: int32 (columns,), or None for columns in their own order. The stored column j is the column column_order[j] of
+    the weight (GPTQ with activation order brings the columns of a group together); `dequantize` puts them back.
     """
 
     bits: int
@@ -34,6 +36,7 @@ class PackedIntTensor:
     codes: np.ndarray
     scales: np.ndarray
     zero_points: np.ndarray | None = None
+    column_order: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
@@ -50,6 +53,10 @@ class PackedIntTensor:
             _check_array("zero_points", self.zero_points, np.uint8, (*rows, self.num_groups))
             if self.zero_points.max(initial=0) >> self.bits:
                 raise FormatError(f"zero points of {self.bits}-bit codes are below {1 << self.bits}")
+        if self.column_order is not None:
+            _check_array("column_order", self.column_order, np.int32, (columns,))
+            if not np.array_equal(np.sort(self.column_order), np.arange(columns)):
+                raise FormatError(f"column_order must name each of the {columns} columns once")
 
     def _check_group_size(self) -> None:
         columns, group = self.shape[-1], self.columns_per_group
@@ -71,9 +78,9 @@ class PackedIntTensor:
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes: codes, scales and zero points."""
-        zeros = 0 if self.zero_points is None else self.zero_points.nbytes
-        return self.codes.nbytes + self.scales.nbytes + zeros
+        """Stored bytes: codes, scales, zero points and column order."""
+        others = (self.zero_points, self.column_order)
+        return self.codes.nbytes + self.scales.nbytes + sum(array.nbytes for array in others if array is not None)
 
     @property
     def num_elements(self) -> int:
@@ -100,6 +107,8 @@ def dequantize_packed_int(tensor: PackedIntTensor, out: np.ndarray | None = None
         grouped[...] = _unpack(codes[part], tensor.bits).reshape(grouped.shape)
         grouped -= zeros[part]
         grouped *= scales[part]
+        if tensor.column_order is not None:
+            rows[part, tensor.column_order] = rows[part].copy()
     return out
 
 

@@ -62,6 +62,7 @@ struct OwningProgram : Owner {
 };
 
 struct OwningRowOp : RowOp, Owner {
+  int64_t order_size = 0;
   explicit OwningRowOp(RowKind kind) : RowOp{kind} {}
 };
 
@@ -87,6 +88,21 @@ const float* vector_of(T& holder, const nb::object& array) {
   return numbers;
 }
 
+// A permutation: whatever the buffers' widths, nothing outside a row of as many elements is read.
+const int32_t* order_of(OwningRowOp& holder, const nb::object& array) {
+  const auto order = nb::cast<nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>>(array, false);
+  const auto count = static_cast<int64_t>(order.size());
+  std::vector<bool> seen(order.size());
+  for (int64_t i = 0; i < count; i++) {
+    const int32_t place = order.data()[i];
+    require(place >= 0 && place < count && !seen[place], "an order names every element once");
+    seen[place] = true;
+  }
+  holder.order_size = count;
+  holder.owners.push_back(array);
+  return order.data();
+}
+
 template <class T>
 PackedMatrix matrix_of(T& holder, const nb::object& weight) {
   holder.owners.push_back(weight);
@@ -106,6 +122,9 @@ void add_matrix_phase(OwningProgram& self, bool is_rows, const std::vector<Ownin
   std::vector<RowOp> ops;
   std::vector<Segment> parts;
   for (OwningRowOp* op : before) {
+    require(op->kind != RowKind::Gather || (op->a >= 0 && op->out >= 0 && self.program.width(op->a) == op->order_size &&
+                                            self.program.width(op->out) == op->order_size),
+            "an order is as long as the rows it is for");
     ops.push_back(*op);
     self.adopt(*op);
     self.limit_by(*op);
@@ -214,7 +233,8 @@ void bind_program(nb::module_& m) {
       .value("Softcap", RowKind::Softcap)
       .value("Take", RowKind::Take)
       .value("Store", RowKind::Store)
-      .value("Fit", RowKind::Fit);
+      .value("Fit", RowKind::Fit)
+      .value("Gather", RowKind::Gather);
   nb::class_<KvMemory>(m, "KvPages")
       .def(nb::init<int64_t, int64_t, int64_t, const std::string&>(), nb::arg("num_pages"), nb::arg("kv_heads"),
            nb::arg("head_dim"), nb::arg("type"))
@@ -232,6 +252,7 @@ void bind_program(nb::module_& m) {
       .def_rw("factor", &OwningRowOp::factor)
       .def_rw("activation", &OwningRowOp::activation)
       .def("set_weight", [](OwningRowOp& self, const nb::object& array) { self.weight = vector_of(self, array); })
+      .def("set_order", [](OwningRowOp& self, const nb::object& array) { self.order = order_of(self, array); })
       .def("set_table", [](OwningRowOp& self, const nb::object& weight) { self.table = matrix_of(self, weight); })
       .def("set_pages", [](OwningRowOp& self, const nb::object& pages) { self.pages = pages_of(self, pages); });
   nb::class_<OwningSegment>(m, "Segment")

@@ -286,6 +286,8 @@ def _row_op(node: Node, buffers: Buffers) -> Any:
         op.activation = _ACTIVATIONS[a["activation"]]
     if node.op == "store_kv":
         op.set_pages(a["pages"])
+    if node.op == "take_columns":
+        op.set_order(a["order"])
     return op
 
 
@@ -301,6 +303,7 @@ _ROW_KINDS = {
     "take_rows": "Take",
     "store_kv": "Store",
     "fit_heads": "Fit",
+    "take_columns": "Gather",
 }
 
 

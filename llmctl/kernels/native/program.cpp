@@ -365,6 +365,11 @@ void Program::MatrixPhase::program_row(Program& program, Worker& worker, const R
     case RowKind::Add: kernels.add(at(op.a, row), at(op.b, row), width, out); break;
     case RowKind::Scale: kernels.scale(at(op.a, row), op.factor, width, out); break;
     case RowKind::Softcap: kernels.softcap(at(op.a, row), op.factor, width, out); break;
+    case RowKind::Gather: {
+      const float* from = at(op.a, row);
+      for (int64_t i = 0; i < width; i++) out[i] = from[op.order[i]];
+      break;
+    }
     case RowKind::Take: std::memcpy(out, at(op.a, step.rows[row]), width * sizeof(float)); break;
     case RowKind::Fit: {
       const int64_t heads = program.buffers_[op.a].width / op.width, fitted = width / heads;

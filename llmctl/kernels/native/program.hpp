@@ -26,7 +26,7 @@ namespace llmctl {
 // Rows a buffer or a phase has: one per token of the batch, or one per row of logits asked for.
 enum class Domain : int32_t { Tokens, Rows };
 
-enum class RowKind : int32_t { Embedding, Angles, RmsNorm, Rotary, Gated, Add, Scale, Softcap, Take, Store, Fit };
+enum class RowKind : int32_t { Embedding, Angles, RmsNorm, Rotary, Gated, Add, Scale, Softcap, Take, Store, Fit, Gather };
 
 // One operation on a row. Numbers are buffers (-1: none); their widths are known to the program.
 //   Embedding  out = table[token id] * factor
@@ -38,6 +38,7 @@ enum class RowKind : int32_t { Embedding, Angles, RmsNorm, Rotary, Gated, Add, S
 //   Take       the row of a that the batch asks logits for
 //   Store      keys a and values b into the pages, at the token's slot
 //   Fit        heads of `width` elements become as many of out's width: cut, or filled up with zeros
+//   Gather     the elements of a in the order given, as the columns of a weight that was reordered
 struct RowOp {
   RowKind kind;
   int out = -1, out2 = -1, a = -1, b = -1, c = -1;
@@ -46,6 +47,7 @@ struct RowOp {
   float factor = 1.0f;
   Activation activation = Activation::Silu;
   const float* weight = nullptr;
+  const int32_t* order = nullptr;
   PackedMatrix table{};
   const KvPages* pages = nullptr;
 };
