@@ -88,7 +88,7 @@ def test_vectors_of_another_type_are_refused_not_copied() -> None:
         op.set_weight(np.ones(16, np.float64))
 
 
-HEADS, HEAD_DIM, PAGES, IDS, HALF = 2, 16, 3, 9, 8
+HEADS, HEAD_DIM, PAGES, IDS, HALF = 2, 16, 128, 9, 8
 
 
 class Step:
@@ -134,11 +134,11 @@ class Step:
         arguments = {
             "token_ids": np.zeros(tokens, np.int64),
             "positions": np.arange(tokens),
-            "slots": np.arange(tokens) % (PAGES * 16),
+            "slots": np.arange(tokens),
             "rows": np.array([tokens - 1]),
             "cu_seqlens_q": [0, tokens],
             "context_lens": [tokens],
-            "block_tables": [np.arange(-(-tokens // 16)) % PAGES],
+            "block_tables": [np.arange(-(-tokens // 16))],
             "inv_freqs": [np.ones(3, np.float32), np.ones(HALF, np.float32)],
             "result": self.result,
         }
@@ -152,11 +152,11 @@ class Step:
         ({"token_ids": np.array([0, 0, -1, 0])}, "a token id must be 0 to 8, found -1"),
         ({"positions": np.array([0, 1, 2, -3])}, "a position must be 0 to"),
         ({"positions": np.arange(3)}, "one position and one slot a token"),
-        ({"slots": np.array([0, 1, 2, PAGES * 16])}, "a slot must be -1 to 47, found 48"),
-        ({"slots": np.array([0, 1, 2, -2])}, "a slot must be -1 to 47, found -2"),
+        ({"slots": np.array([0, 1, 2, PAGES * 16])}, "a slot must be -1 to 2047, found 2048"),
+        ({"slots": np.array([0, 1, 2, -2])}, "a slot must be -1 to 2047, found -2"),
         ({"rows": np.array([4])}, "a row of logits must be 0 to 3, found 4"),
-        ({"block_tables": [np.array([PAGES])]}, "a page of a block table must be 0 to 2, found 3"),
-        ({"block_tables": [np.array([-1])]}, "a page of a block table must be 0 to 2, found -1"),
+        ({"block_tables": [np.array([PAGES])]}, "a page of a block table must be 0 to 127, found 128"),
+        ({"block_tables": [np.array([-1])]}, "a page of a block table must be 0 to 127, found -1"),
         ({"block_tables": [np.arange(0)]}, "a block table is too short"),
         ({"context_lens": [17]}, "a block table is too short"),
         ({"context_lens": [3]}, "more queries than keys"),
@@ -173,10 +173,10 @@ def test_a_step_that_reads_beyond_its_memory_is_refused(replaced: dict[str, Any]
     step.run()
     with pytest.raises(ValueError, match=message):
         step.run(**replaced)
-    step.run(slots=np.array([-1, 0, 1, PAGES * 16 - 1]), block_tables=[np.array([PAGES - 1, 99])])
+    step.run(slots=np.array([-1, 0, 1, PAGES * 16 - 1]), block_tables=[np.array([PAGES - 1, PAGES])])
 
 
-LAYERS, LONG = 400, 2048  # a step of seconds
+LAYERS, LONG = 400, PAGES * 16  # a step of seconds
 
 
 @pytest.mark.parametrize("threads", [1, 3])
