@@ -176,7 +176,8 @@ class _Blocks(_Scan):
         """bool (n,): whether a scale of the block is no number."""
         name = self.entry.format.name
         if name == "MXFP4":
-            return records["e"] == 255  # the NaN of E8M0 (OCP Microscaling Formats 1.0, section 5.4.1)
+            # 255 is the NaN of E8M0 (OCP Microscaling Formats 1.0, section 5.4.1); 6 · 2^(253 − 127) is beyond float32.
+            return records["e"] >= 253
         if name == "NVFP4":
             return ((records["d"] & 0x7F) == 0x7F).any(axis=1)  # the NaN of E4M3
         wrong = np.zeros(len(records), bool)
