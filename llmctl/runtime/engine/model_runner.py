@@ -28,10 +28,12 @@ def describe(chunks: list[ScheduledChunk], block_size: int, tables: RotaryTables
         begin, end = sequence.num_computed, sequence.num_computed + chunk.num_tokens
         token_ids += sequence.token_ids[begin:end]
         positions += range(begin, end)
-        slots += [table[i // block_size] * block_size + i % block_size for i in range(begin, end)]
+        first = begin // block_size
+        pages = table.array[first : -(-end // block_size)].tolist()
+        slots += [pages[i // block_size - first] * block_size + i % block_size for i in range(begin, end)]
         cu_seqlens_q.append(len(token_ids))
         context_lens.append(end)
-        block_tables.append(np.array(table, np.int64))
+        block_tables.append(table.array)
     return BatchDescription(
         token_ids=np.array(token_ids, np.int64),
         positions=np.array(positions, np.int64),

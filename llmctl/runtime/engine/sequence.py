@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from llmctl.runtime.cache.block_manager import BlockTable
 from llmctl.runtime.sampling.params import SamplingParams
 from llmctl.runtime.sampling.sampler import Sampler
 
@@ -24,7 +25,7 @@ class Sequence:
     sampler: Sampler
     token_ids: list[int] = field(init=False)
     num_computed: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_table: BlockTable = field(default_factory=BlockTable)
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
