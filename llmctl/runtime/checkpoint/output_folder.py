@@ -52,6 +52,12 @@ class OutputFolder:
             raise OutputError(f"{path}: another process is writing this folder") from error
         except OSError as error:
             raise output_error(path, error) from error
+        try:
+            if _finish_replacing(self._target):
+                check_folder(path, replace=replace)
+        except BaseException:
+            self.abort()
+            raise
 
     def require(self, count: int) -> None:
         """OutputError if the disk has not `count` bytes free."""
@@ -165,8 +171,7 @@ def _put_in_place(work: Path, target: Path) -> None:
     if not target.is_dir() or not any(target.iterdir()):
         work.rename(target)  # the system lets an empty folder be replaced
         return
-    aside = target.with_name(f".{target.name}.replaced")
-    shutil.rmtree(aside, ignore_errors=True)
+    aside = _aside(target)
     target.rename(aside)
     try:
         work.rename(target)
@@ -174,3 +179,18 @@ def _put_in_place(work: Path, target: Path) -> None:
         aside.rename(target)
         raise
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
+
+
+def _finish_replacing(target: Path) -> bool:
+    """A run that was killed between the two renames has left the old folder aside: put it back, and say so. One killed after
+    them has left what is replaced: remove it."""
+    aside = _aside(target)
+    if not os.path.lexists(target) and aside.is_dir():
+        aside.rename(target)
+        return True
+    shutil.rmtree(aside, ignore_errors=True)
+    return False

@@ -76,6 +76,28 @@ def test_what_a_killed_run_left_is_used_again(tmp_path: Path) -> None:
     assert names(tmp_path / "out") == ["additional_chat_templates", "config.json"]
 
 
+def test_a_run_killed_between_the_two_renames_costs_nothing(tmp_path: Path) -> None:
+    """The old folder is aside and nothing at its name: the next run puts it back before it does anything else."""
+    fill(tmp_path / "out", b"old")
+    (tmp_path / "out").rename(tmp_path / ".out.replaced")
+    with pytest.raises(OutputError, match="exists already"):
+        OutputFolder(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / ".out.replaced")
+    output = OutputFolder(tmp_path / "out", replace=True)
+    assert (tmp_path / "out" / "config.json").read_bytes() == b"old"
+    output.abort()
+    assert names(tmp_path) == ["out"]
+
+
+def test_what_a_run_killed_after_them_left_is_removed(tmp_path: Path) -> None:
+    fill(tmp_path / "out", b"new")
+    (tmp_path / ".out.replaced").mkdir()
+    (tmp_path / ".out.replaced" / "config.json").write_bytes(b"old")
+    fill(tmp_path / "out", b"newer", replace=True)
+    assert names(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "config.json").read_bytes() == b"newer"
+
+
 def test_a_link_stays_one(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
