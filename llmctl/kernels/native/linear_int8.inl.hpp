@@ -17,7 +17,7 @@ using Linear = void (*)(const PackedMatrix&, int64_t first_tile, int64_t last_ti
 
 constexpr int64_t kDirectTokens = kDotTokens;       // up to here codes are unpacked in registers
 constexpr int64_t kAhead = 4096;                    // bytes asked for ahead: the machine's own prefetcher stops at every page
-constexpr int64_t kChunkBlocks = 32;                // unpacked at a time; with the activations beside it fits the L1 cache
+constexpr int64_t kChunkBlocks = 32 / kTilesAtOnce; // unpacked at a time; with the activations beside it fits the L1 cache
 constexpr int64_t kTokenBlock = 128;                // tokens that pass over an unpacked chunk
 
 // What T tokens bring to a block beside their codes: the scale; scale * sum for a minimum; and what the integer sum starts
@@ -49,24 +49,41 @@ LLMCTL_INLINE void fill_scalars(const Activations& x, int64_t token, int64_t cou
   }
 }
 
-// Adds one block to the sums of T tokens. codes in dot form; scale and minimum: kScales each; zero as of zero_form.
-template <class S, int T>
-LLMCTL_INLINE void add_block(const U8* codes, const F32* scale, const F32* minimum, I32 zero, const int8_t* x, int64_t stride,
-                             const BlockScalars<S, T>& scalars, F32* y) {
-  constexpr int kGroups = 8 / S::kScales;
+// One block of a tile. codes in dot form; scale and minimum: kScales each; zero as of zero_form.
+struct Block {
+  const U8* codes;
+  const F32 *scale, *minimum;
+  I32 zero;
+};
+
+// Adds one block to the sums y[tile][T] of T tokens. Tiles take turns with a group of columns, so that they share the load of
+// its activations.
+template <class S, int T, int Tiles>
+LLMCTL_INLINE void add_block(const Block* block, const int8_t* x, int64_t stride, const BlockScalars<S, T>& scalars, F32 (*y)[T]) {
+  constexpr int kGroups = 8 / S::kScales, kTurn = Tiles > 1 ? 1 : kGroups;
 #pragma GCC unroll 2
   for (int s = 0; s < S::kScales; ++s) {
-    I32 sums[T];
+    I32 sums[Tiles][T];
+#pragma GCC unroll 2
+    for (int i = 0; i < Tiles; ++i) {
 #pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) {
-      sums[t] = BlockScalars<S, T>::kHasStart ? set_i32(scalars.start[s * T + t]) : zero_i32();
-      if (S::kZero) sums[t] = mul_i16(zero, sums[t]);
+      for (int t = 0; t < T; ++t) {
+        sums[i][t] = BlockScalars<S, T>::kHasStart ? set_i32(scalars.start[s * T + t]) : zero_i32();
+        if (S::kZero) sums[i][t] = mul_i16(block[i].zero, sums[i][t]);
+      }
     }
-    dot<S::kMaxCode, kGroups, T>(codes + s * kGroups, x + 4 * s * kGroups, stride, sums);
 #pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) {
-      y[t] = fma(to_f32(sums[t]), mul(scale[s], set_f32(scalars.scale[t])), y[t]);
-      if (S::kMinimum) y[t] = fma(minimum[s], set_f32(scalars.sum[s * T + t]), y[t]);
+    for (int g = s * kGroups; g < (s + 1) * kGroups; g += kTurn) {
+#pragma GCC unroll 2
+      for (int i = 0; i < Tiles; ++i) dot<S::kMaxCode, kTurn, T>(block[i].codes + g, x + 4 * g, stride, sums[i]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < Tiles; ++i) {
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) {
+        y[i][t] = fma(to_f32(sums[i][t]), mul(block[i].scale[s], set_f32(scalars.scale[t])), y[i][t]);
+        if (S::kMinimum) y[i][t] = fma(block[i].minimum[s], set_f32(scalars.sum[s * T + t]), y[i][t]);
+      }
     }
   }
 }
@@ -95,9 +112,9 @@ void direct_tile(const PackedMatrix& matrix, int64_t tile, const int8_t* x, int6
   const int64_t blocks = unit_blocks<L>(matrix), units = matrix.columns / (blocks * kBlock);
   const int64_t unit_bytes = layout_info(matrix.layout, matrix.group_size).tile_bytes;
   const uint8_t* unit = matrix.tile(tile);
-  F32 sums[T];
+  F32 sums[1][T];
 #pragma GCC unroll 8
-  for (int t = 0; t < T; ++t) sums[t] = zero_f32();
+  for (int t = 0; t < T; ++t) sums[0][t] = zero_f32();
   for (int64_t u = 0; u < units; ++u, unit += unit_bytes) {
     for (int64_t i = 0; i < unit_bytes; i += 64) __builtin_prefetch(unit + kAhead + i);
     F32 scale[L::kUnitScales], minimum[L::kUnitScales];
@@ -107,12 +124,13 @@ void direct_tile(const PackedMatrix& matrix, int64_t tile, const int8_t* x, int6
       U8 codes[8];
       dot_codes<L>(unit, b, codes);
       int64_t first = scale_index<L>(b);
-      add_block<L, T>(codes, scale + first, minimum + first, zero, x, x_stride, *scalars, sums);
+      Block block = {codes, scale + first, minimum + first, zero};
+      add_block<L, T, 1>(&block, x, x_stride, *scalars, sums);
     }
   }
 #pragma GCC unroll 8
   for (int t = 0; t < T; ++t)
-    if (t < count) store_rows(y + t * stride, sums[t], matrix.rows_in(tile));
+    if (t < count) store_rows(y + t * stride, sums[0][t], matrix.rows_in(tile));
 }
 
 // Up to T tokens. Fewer are moved beside tokens of zeros.
@@ -168,15 +186,21 @@ template <class L> void unpack_chunk(const PackedMatrix& matrix, int64_t tile, i
   });
 }
 
-// T tokens times an unpacked chunk; y [T][16] goes on where the chunk before stopped.
-template <class S, int T>
-void add_chunk(const Chunk& chunk, int64_t count, const int8_t* x, int64_t x_stride, const BlockScalars<S, T>* scalars, float* y,
+// T tokens times the same unpacked chunk of some tiles; y [Tiles][T][16] goes on where the chunk before stopped.
+template <class S, int T, int Tiles>
+void add_chunk(const Chunk* chunks, int64_t count, const int8_t* x, int64_t x_stride, const BlockScalars<S, T>* scalars, float* y,
                bool fresh) {
-  F32 sums[T];
-  for (int t = 0; t < T; ++t) sums[t] = fresh ? zero_f32() : load_f32(y + kTileRows * t);
-  for (int64_t b = 0; b < count; ++b, x += kBlock, ++scalars)
-    add_block<S, T>(chunk.codes[b], chunk.scale[b], chunk.minimum[b], chunk.zero[b], x, x_stride, *scalars, sums);
-  for (int t = 0; t < T; ++t) store_f32(y + kTileRows * t, sums[t]);
+  F32 sums[Tiles][T];
+#pragma GCC unroll 16
+  for (int i = 0; i < Tiles * T; ++i) sums[i / T][i % T] = fresh ? zero_f32() : load_f32(y + kTileRows * i);
+  for (int64_t b = 0; b < count; ++b, x += kBlock, ++scalars) {
+    Block blocks[Tiles];
+#pragma GCC unroll 2
+    for (int i = 0; i < Tiles; ++i) blocks[i] = {chunks[i].codes[b], chunks[i].scale[b], chunks[i].minimum[b], chunks[i].zero[b]};
+    add_block<S, T, Tiles>(blocks, x, x_stride, *scalars, sums);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < Tiles * T; ++i) store_f32(y + kTileRows * i, sums[i / T][i % T]);
 }
 
 // Calls f(Index<T>, token) for tokens in groups of T, then T / 2 … 1.
@@ -190,45 +214,66 @@ template <class L> struct ShapeOf {
   using Type = Shape<L::kMaxCode, L::kScales, L::kOffset, L::kMinimum, L::kZero>;
 };
 
-template <class S>
-void add_chunk_to_all(const Chunk& chunk, int64_t first, int64_t count, const Activations& x, const uint8_t* scalars, float* y) {
+// scalars and y: group of tokens after group.
+template <class S, int Tiles>
+void add_chunk_to_all(const Chunk* chunks, int64_t first, int64_t count, const Activations& x, const uint8_t* scalars, float* y) {
   const int64_t blocks = x.columns / kBlock;
-  for_groups<kDotTokens>(0, x.tokens, [&](auto size, int64_t token) {
+  for_groups<kSharedTokens>(0, x.tokens, [&](auto size, int64_t token) {
     constexpr int kSize = decltype(size)::value;
     auto* group = (const BlockScalars<S, kSize>*)scalars;
-    add_chunk<S, kSize>(chunk, count, x.codes + token * x.columns_padded + first * kBlock, x.columns_padded, group + first,
-                        y + kTileRows * token, first == 0);
+    add_chunk<S, kSize, Tiles>(chunks, count, x.codes + token * x.columns_padded + first * kBlock, x.columns_padded,
+                               group + first, y + Tiles * kTileRows * token, first == 0);
     scalars += blocks * sizeof(BlockScalars<S, kSize>);
   });
 }
 
 template <class S> void fill_all_scalars(const Activations& x, uint8_t* scalars) {
-  for_groups<kDotTokens>(0, x.tokens, [&](auto size, int64_t token) {
+  for_groups<kSharedTokens>(0, x.tokens, [&](auto size, int64_t token) {
     constexpr int kSize = decltype(size)::value;
     fill_scalars<S, kSize>(x, token, kSize, (BlockScalars<S, kSize>*)scalars);
     scalars += x.columns / kBlock * sizeof(BlockScalars<S, kSize>);
   });
 }
 
+template <int Tiles>
+LLMCTL_INLINE void store_sums(const PackedMatrix& matrix, int64_t tile, int64_t tokens, const float* sums, float* y, int64_t stride) {
+  for_groups<kSharedTokens>(0, tokens, [&](auto size, int64_t token) {
+    constexpr int kSize = decltype(size)::value;
+    for (int i = 0; i < Tiles * kSize; ++i, sums += kTileRows)
+      store_rows(y + (token + i % kSize) * stride + i / kSize * kTileRows, load_f32(sums), matrix.rows_in(tile + i / kSize));
+  });
+}
+
+struct UnpackedScratch {
+  Chunk* chunks;
+  float* sums;
+  uint8_t* scalars;
+};
+
+template <class L, int Tiles>
+void unpacked_tiles(const PackedMatrix& matrix, int64_t tile, const Activations& x, const UnpackedScratch& scratch, float* y,
+                    int64_t stride) {
+  const int64_t blocks = x.columns / kBlock;
+  for (int64_t first = 0; first < blocks; first += kChunkBlocks) {
+    int64_t count = blocks - first < kChunkBlocks ? blocks - first : kChunkBlocks;
+    for (int i = 0; i < Tiles; ++i) unpack_chunk<L>(matrix, tile + i, first, count, scratch.chunks[i]);
+    add_chunk_to_all<typename ShapeOf<L>::Type, Tiles>(scratch.chunks, first, count, x, scratch.scalars, scratch.sums);
+  }
+  store_sums<Tiles>(matrix, tile, x.tokens, scratch.sums, y, stride);
+}
+
 // Up to kTokenBlock tokens.
 template <class L>
 void unpacked(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y, int64_t stride) {
   using S = typename ShapeOf<L>::Type;
-  const int64_t blocks = x.columns / kBlock;
-  const int64_t sums_bytes = x.tokens * kTileRows * sizeof(float);
-  auto* scratch = (uint8_t*)thread_scratch(sizeof(Chunk) + sums_bytes + x.tokens * blocks * sizeof(BlockScalars<S, 1>));
-  Chunk& chunk = *(Chunk*)scratch;
-  float* sums = (float*)(scratch + sizeof(Chunk));
-  uint8_t* scalars = scratch + sizeof(Chunk) + sums_bytes;
-  fill_all_scalars<S>(x, scalars);
-  for (int64_t tile = first_tile; tile < last_tile; ++tile, y += kTileRows) {
-    for (int64_t first = 0; first < blocks; first += kChunkBlocks) {
-      int64_t count = blocks - first < kChunkBlocks ? blocks - first : kChunkBlocks;
-      unpack_chunk<L>(matrix, tile, first, count, chunk);
-      add_chunk_to_all<S>(chunk, first, count, x, scalars, sums);
-    }
-    for (int64_t t = 0; t < x.tokens; ++t) store_rows(y + t * stride, load_f32(sums + kTileRows * t), matrix.rows_in(tile));
-  }
+  const int64_t chunk_bytes = kTilesAtOnce * sizeof(Chunk), sums_bytes = kTilesAtOnce * x.tokens * kTileRows * sizeof(float);
+  auto* memory = (uint8_t*)thread_scratch(chunk_bytes + sums_bytes + x.tokens * (x.columns / kBlock) * sizeof(BlockScalars<S, 1>));
+  UnpackedScratch scratch = {(Chunk*)memory, (float*)(memory + chunk_bytes), memory + chunk_bytes + sums_bytes};
+  fill_all_scalars<S>(x, scratch.scalars);
+  int64_t tile = first_tile;
+  for (; last_tile - tile >= kTilesAtOnce; tile += kTilesAtOnce, y += kTilesAtOnce * kTileRows)
+    unpacked_tiles<L, kTilesAtOnce>(matrix, tile, x, scratch, y, stride);
+  for (; tile < last_tile; ++tile, y += kTileRows) unpacked_tiles<L, 1>(matrix, tile, x, scratch, y, stride);
 }
 
 // Tokens first .. first + count - 1.

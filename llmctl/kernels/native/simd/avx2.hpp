@@ -190,6 +190,7 @@ constexpr int kFloatTokens = 2;
 #ifdef __AVXVNNI__
 constexpr bool kDotSigned = false;
 constexpr int kDotTokens = 4;
+constexpr int kTilesAtOnce = 1, kSharedTokens = kDotTokens;
 inline U8 dot_form(U8 codes) { return codes; }
 template <int MaxCode, int Groups, int T>
 inline void dot(const U8* codes, const int8_t* x, int64_t stride, I32* sums) {
@@ -206,6 +207,7 @@ inline void dot(const U8* codes, const int8_t* x, int64_t stride, I32* sums) {
 // Without a four-byte dot product pairs of products are summed in 16 bits (maddubs, which saturates).
 constexpr bool kDotSigned = true;
 constexpr int kDotTokens = 4;
+constexpr int kTilesAtOnce = 1, kSharedTokens = kDotTokens;
 inline U8 dot_form(U8 codes) {
   __m256i flip = _mm256_set1_epi8((char)0x80);
   return {_mm256_xor_si256(codes.lo, flip), _mm256_xor_si256(codes.hi, flip)};
@@ -225,6 +227,8 @@ template <int Groups, int T> inline void dot_signed(const U8* codes, const int8_
       sums[t].hi = _mm256_add_epi32(sums[t].hi, dot_signed(codes[g].hi, word));
     }
 }
+// GCC puts all products before the first sum otherwise, and most of them into memory.
+inline void compute_now(I32& a) { asm volatile("" : "+x"(a.lo), "+x"(a.hi)); }
 // Codes of up to 6 bits: as many groups as 16 bits can hold are summed before they are widened.
 template <int MaxCode, int Groups, int T>
 inline void dot(const U8* codes, const int8_t* x, int64_t stride, I32* sums) {
@@ -244,6 +248,7 @@ inline void dot(const U8* codes, const int8_t* x, int64_t stride, I32* sums) {
           __m256i lo = _mm256_maddubs_epi16(codes[g].lo, word), hi = _mm256_maddubs_epi16(codes[g].hi, word);
           pairs[t].lo = g == first ? lo : _mm256_add_epi16(pairs[t].lo, lo);
           pairs[t].hi = g == first ? hi : _mm256_add_epi16(pairs[t].hi, hi);
+          compute_now(pairs[t]);
         }
       for (int t = 0; t < T; ++t) {
         sums[t].lo = _mm256_add_epi32(sums[t].lo, _mm256_madd_epi16(pairs[t].lo, _mm256_set1_epi16(1)));

@@ -136,6 +136,8 @@ inline void sums_of_16(const int8_t* codes, int32_t* sums) {
 // Codes above 127 go through dot_form first; where kDotSigned they then count as code - 128.
 constexpr bool kDotSigned = false;
 constexpr int kDotTokens = 8;     // tokens that fill the registers beside a tile
+constexpr int kTilesAtOnce = 2;   // unpacked tiles that share the loads of activations
+constexpr int kSharedTokens = 4;  // tokens that fill the registers beside them
 constexpr int kFloatTokens = 8;   // the same for two tiles of floats
 inline U8 dot_form(U8 codes) { return codes; }
 template <int MaxCode, int Groups, int T>

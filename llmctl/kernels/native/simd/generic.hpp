@@ -201,6 +201,7 @@ inline void sums_of_16(const int8_t* codes, int32_t* sums) {   // the sums of 16
 
 constexpr bool kDotSigned = false;
 constexpr int kDotTokens = 2;
+constexpr int kTilesAtOnce = 1, kSharedTokens = kDotTokens;
 constexpr int kFloatTokens = 2;
 inline U8 dot_form(U8 codes) { return codes; }
 // Products of even and of odd bytes fit 16 bits (255 * 127); two of them lie in a lane.

@@ -149,6 +149,7 @@ inline void sums_of_16(const int8_t* codes, int32_t* sums) {   // the sums of 16
 
 constexpr bool kDotSigned = true;
 constexpr int kDotTokens = 4;
+constexpr int kTilesAtOnce = 1, kSharedTokens = kDotTokens;
 constexpr int kFloatTokens = 2;
 inline U8 dot_form(U8 codes) { return make<U8>([&](int i) { return veorq_u8(codes.v[i], vdupq_n_u8(0x80)); }); }
 template <int MaxCode, int Groups, int T>
