@@ -145,7 +145,7 @@ def test_asking_for_capabilities_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_cache_is_bf16_where_amx_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for isa, kept in (("AMX with AVX-512 (amx)", "bf16"), ("AVX2 (avx2)", "f16")):
+def test_the_cache_is_bf16_where_the_machine_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for isa, kept in (("AMX (amx)", "bf16"), ("BF16 (avx512bf16)", "bf16"), ("AVX-512 (avx512)", "f16"), ("AVX2 (avx2)", "f16")):
         monkeypatch.setattr("llmctl.kernels.backend.instruction_set", lambda isa=isa: isa)
         assert choose_compute().kv_type == kept

@@ -13,6 +13,7 @@ from llmctl.errors import UsageError
 _FOLDER = Path(__file__).parent
 _ISA_NAMES = {
     "amx": "AMX with AVX-512",
+    "avx512bf16": "AVX-512 VNNI and BF16",
     "avx512": "AVX-512 VNNI",
     "avxvnni": "AVX2 with VNNI",
     "avx2": "AVX2",

@@ -5,7 +5,7 @@
 //   values  [16 tokens][head_dim padded to 16, the padding 0]
 //   Q8_0    int8 codes in the same order behind their f16 scales, one for 32 columns of a token's head:
 //           keys f16[head_dim / 32][16 tokens], values f16[16 tokens][head_dim / 32] (rounded up); value = scale * code
-// The kernels "amx" keep BF16 in another order and as many bytes, see attention_amx_pages.inl.hpp.
+// The kernels "avx512bf16" and "amx" keep BF16 in another order and as many bytes, see attention_bf16_pages.inl.hpp.
 //
 // Row invariance: keys are cut into partitions of 512 and tiles of 64 at absolute positions. A partition has an online softmax
 // of its own over its tiles, in order; partitions are merged in order, by one formula. Everything that is summed for a
@@ -110,7 +110,7 @@ struct AttentionKernels {
   void (*merge)(const AttentionCall& call, const AttentionMerge& merge, const float* partials);
 };
 
-// attention_amx.inl.hpp: rows at a time, and what one row of scores takes, padded so that rows do not share cache sets.
+// attention_bf16.inl.hpp: rows at a time, and what one row of scores takes, padded so that rows do not share cache sets.
 constexpr int64_t kBlockRows = 32;
 constexpr int64_t kScoreFloats = kPartition + 16;
 
@@ -129,7 +129,7 @@ static inline int64_t attention_scratch_floats(int64_t num_heads, const KvShape&
   int64_t floats = rows * (3 * width + kKeyTile + 16) + kKeyTile * (shape.head_dim + width) + 6 * lanes;
   if (shape.type != KvType::BF16) return floats;
   int64_t tiles = kBlockRows * (kScoreFloats + width + 2) + (rows + kPartition) * width / 2 + rows * width + 2 * lanes;
-  return floats < tiles ? tiles : floats;   // the latter for attention_amx.inl.hpp
+  return floats < tiles ? tiles : floats;   // the latter for attention_bf16.inl.hpp
 }
 
 // The work of one step, the same for all layers of one shape and window; kept and filled anew, so that it stops allocating.

@@ -1,144 +1,141 @@
-// Attention over pages of bf16 by the tile unit: queries and weights are rounded to bf16 as well, scores and sums are float32.
-// Other pages go to the AVX-512 kernels.
-//
-// A row's softmax over a partition has one maximum; scores of 32 rows with all keys of the partition lie side by side, become
-// weights in place and are multiplied with the values without ever being rescaled.
-//
-// Row invariance: TDPBF16PS gives each row of A its own sums, even and odd columns in a chain of fma each from 0 (subnormal
-// numbers count as 0), then even + odd, then added to C. Columns of A and B cut at absolute positions always fall into the
-// same product, and a key that a row does not see has weight 0: to add 0 times a finite value changes no sum. (The sign of a
-// zero may differ; write_row removes it.) Values that are not finite are set to 0 for the rows that do not see them.
+// Attention over pages of bf16 by the tile unit. TDPBF16PS gives each row of A its own sums, even and odd columns in a chain of
+// fma each from 0 (subnormal numbers count as 0), then even + odd, then added to C.
 #pragma once
 
-#include "attention_amx_pages.inl.hpp"
-#include "kernels.hpp"
+#include "attention_bf16.inl.hpp"
 
 namespace llmctl {
-
-namespace avx512 {
-extern const Kernels kKernels;
-}
-
 namespace LLMCTL_ISA {
 
-constexpr int64_t kScoreBytes = kScoreFloats * 4;   // of a row: the weights that replace scores as well
-constexpr int64_t kAskedBytes = 512;
-constexpr int64_t kPartitionPages = kPartition / kPageTokens;
+constexpr int64_t kHalfTileBytes = 512;
+constexpr int64_t kStepKeys = 32;   // keys that one product of weights and values takes
 
-inline uint8_t* score_row(float* scores, int64_t row) { return (uint8_t*)scores + row * kScoreBytes; }
+// ---- The tile registers. With two blocks of rows: 0, 1 are the first one's sums in two columns of tiles, 2, 3 the second
+// one's; 4, 5 their factors A; 6, 7 the tiles B. With one block: 0 to 3 its sums in four columns, 4 A, 5 to 7 B.
 
-// 2^x, a relative error of 7.5e-5 (a weight in bf16 has 3.9e-3); 0 at minus infinity.
-inline F32 exp2_weight(F32 x) {
-  __m512 part = _mm512_reduce_ps(x.v, 0x09);   // x - floor(x)
-  F32 sum = set_f32(7.802452e-2f);
-  sum = fma(sum, {part}, set_f32(0.22606716f));
-  sum = fma(sum, {part}, set_f32(0.69583356f));
-  sum = fma(sum, {part}, set_f32(0.9999252f));
-  return {_mm512_scalef_ps(sum.v, x.v)};       // * 2^floor(x)
-}
+struct alignas(64) RowTiles {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
 
-// 32 scores from `scores` on to 32 weights in bf16 at `weights`, which may overlap what has been read; sum += pairs of them.
-inline void weigh(const float* scores, F32 factor, F32 base, uint8_t* weights, __m512& sum) {
-  F32 first = exp2_weight(fma(load_f32(scores), factor, base)), second = exp2_weight(fma(load_f32(scores + 16), factor, base));
-  __m512bh pair = _mm512_cvtne2ps_pbh(second.v, first.v);
-  _mm512_storeu_si512(weights, (__m512i)pair);
-  sum = _mm512_dpbf16_ps(sum, pair, (__m512bh)_mm512_set1_epi16(0x3F80));   // times 1
-}
-
-// Keys [begin, end) of a row, multiples of 64; of a key that it does not see the score is minus infinity. The maximum is that
-// of score * factor, the sum that of the weights as they were rounded.
-inline void softmax_row(float* scores, int64_t begin, int64_t end, float factor, float* maximum, float* sum) {
-  F32 most[4] = {set_f32(-INFINITY), set_f32(-INFINITY), set_f32(-INFINITY), set_f32(-INFINITY)};
-  for (int64_t key = begin; key < end; key += kKeyTile) {
-    for (int i = 0; i < 4; ++i) most[i] = max(most[i], load_f32(scores + key + 16 * i));
+// `second` 0: one block.
+inline void configure_rows(int64_t first, int64_t second) {
+  RowTiles config;
+  for (int tile = 0; tile < 8; ++tile) {
+    bool of_second = second && (tile == 2 || tile == 3 || tile == 5), b = tile >= (second ? 6 : 5);
+    config.row_bytes[tile] = 64;
+    config.rows[tile] = uint8_t(b ? 16 : of_second ? second : first);
   }
-  *maximum = reduce_max(max(max(most[0], most[1]), max(most[2], most[3]))) * factor;
-  F32 base = sub(zero_f32(), finite_or_zero(set_f32(*maximum)));
-  __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-  for (int64_t key = begin; key < end; key += kKeyTile) {
-    weigh(scores + key, set_f32(factor), base, (uint8_t*)scores + 2 * key, sums[0]);
-    weigh(scores + key + 32, set_f32(factor), base, (uint8_t*)scores + 2 * key + 64, sums[1]);
-  }
-  *sum = reduce_add(add(F32{sums[0]}, F32{sums[1]}));
+  asm volatile("ldtilecfg %0" ::"m"(config));
 }
 
-inline void hide(float* scores, int64_t first, int64_t last) {   // keys first .. last - 1
-  for (int64_t key = first; key < last; key = (key / 16 + 1) * 16) {
-    __mmask16 lanes = __mmask16((1u << (smaller(last, key / 16 * 16 + 16) - key)) - 1);
-    _mm512_mask_storeu_ps(scores + key, lanes, _mm512_set1_ps(-INFINITY));
+// GCC does not say that its tile loads read memory.
+inline void written_to_memory() { asm volatile("" ::: "memory"); }
+
+inline void zero_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+// sums += A B of one step, N columns of tiles.
+template <int N>
+inline void multiply_one(const void* a, int64_t a_stride, const uint8_t* const* b) {
+  _tile_loadd(4, a, a_stride);
+  _tile_loadd(5, b[0], 64);
+  _tile_dpbf16ps(0, 4, 5);
+  _tile_loadd(6, b[1], 64);
+  _tile_dpbf16ps(1, 4, 6);
+  if constexpr (N == 4) {
+    _tile_loadd(7, b[2], 64);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_loadd(5, b[3], 64);
+    _tile_dpbf16ps(3, 4, 5);
   }
 }
 
-class TileRun {
+inline void multiply_two(const uint8_t* a, int64_t a_stride, const uint8_t* b0, const uint8_t* b1) {
+  _tile_loadd(4, a, a_stride);
+  _tile_loadd(6, b0, 64);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_loadd(7, b1, 64);
+  _tile_dpbf16ps(1, 4, 7);
+  _tile_loadd(5, a + 16 * a_stride, a_stride);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_dpbf16ps(3, 5, 7);
+}
+
+template <int N>
+inline void store_one(float* c, int64_t c_stride) {   // strides in bytes
+  _tile_stored(0, c, c_stride);
+  _tile_stored(1, c + 16, c_stride);
+  if constexpr (N == 4) {
+    _tile_stored(2, c + 32, c_stride);
+    _tile_stored(3, c + 48, c_stride);
+  }
+}
+
+inline void store_two(float* c, int64_t c_stride) {
+  float* second = c + 4 * c_stride;   // 16 rows further
+  _tile_stored(0, c, c_stride);
+  _tile_stored(1, c + 16, c_stride);
+  _tile_stored(2, second, c_stride);
+  _tile_stored(3, second + 16, c_stride);
+}
+
+class TileRun : public BlockRun<TileRun> {
  public:
-  TileRun(const AttentionCall& call, const AttentionItem& item, float* scratch)
-      : call_(call),
-        item_(item),
-        sequence_(call.sequences[item.sequence]),
-        dim_(call.pages.shape.head_dim),
-        group_(call.num_heads / call.pages.shape.kv_heads),
-        rows_(item.num_queries * group_),
-        first_position_(sequence_.context_len - sequence_.num_queries + item.first_query),
-        factor_(call.softcap != 0 || call.scale == 0 ? 1.0f : fabsf(call.scale) * kLog2E) {
-    int64_t most = attention_max_rows(call.num_heads, call.pages.shape), lanes = (most + 15) / 16 * 16;
-    auto take = [&scratch](int64_t floats) { float* p = scratch; scratch += floats; return p; };
-    scores_ = take(kBlockRows * kScoreFloats);
-    queries_ = (uint8_t*)take(most * dim_ / 2);
-    values_ = (uint8_t*)take(kPartition * dim_ / 2);
-    block_ = {take(kBlockRows), take(kBlockRows), take(kBlockRows * dim_), dim_};
-    total_ = {take(lanes), take(lanes), take(most * dim_), dim_};
-  }
+  using BlockRun::BlockRun;
 
   void run(float* partials) {
-    load_queries();
-    for (int64_t p = item_.first_partition; p < item_.last_partition; ++p) {
-      begin_partition(p);
-      for (int64_t row = 0; row < rows_; row += kBlockRows) run_block(p, row, smaller(kBlockRows, rows_ - row), partials);
-    }
-    if (item_.partial < 0) write_out();
+    BlockRun::run(partials);
     _tile_release();
   }
 
- private:
-  static constexpr float kLog2E = 1.44269504f;
-  struct Softmax { float *maxima, *sums, *rows; int64_t stride; };   // rows [][stride]: not yet divided by the sum
-  struct Range { int64_t low, high; };                               // keys of the partition
-
-  // What the token of a row sees.
-  Range seen(int64_t row) const {
-    int64_t position = first_position_ + row / group_ - start_;
-    int64_t low = call_.sliding_window ? larger(position - call_.sliding_window + 1, 0) : 0;
-    return {smaller(low, kPartition), between(position + 1, 0, kPartition)};
-  }
-
-  // A query's sign takes that of the scale (0: all scores are 0), so that the largest score has the largest weight.
-  void load_queries() {
-    F32 sign = set_f32(call_.softcap != 0 ? 1.0f : call_.scale < 0 ? -1.0f : call_.scale == 0 ? 0.0f : 1.0f);
-    for (int64_t r = 0; r < rows_; ++r) {
-      const float* query = call_.queries + (sequence_.first_query + item_.first_query + r / group_) * call_.query_stride +
-                           (item_.kv_head * group_ + r % group_) * dim_;
-      for (int64_t d = 0; d < dim_; d += 16) {
-        __m256bh rounded = _mm512_cvtneps_pbh(mul(load_f32(query + d), sign).v);
-        _mm256_storeu_si256((__m256i*)(queries_ + (r * dim_ + d) * 2), (__m256i)rounded);
-      }
-    }
-  }
-
-  void begin_partition(int64_t index) {
-    start_ = index * kPartition;
-    item_range_ = {seen(0).low, seen(rows_ - 1).high};
-    for (int64_t page = 0; page < kPartitionPages; ++page) {   // beside what is seen: any page that is there
-      int64_t nearest = between(page, item_range_.low / kPageTokens, (item_range_.high - 1) / kPageTokens);
-      PageHead head = page_head(call_.pages, sequence_.block_table[start_ / kPageTokens + nearest], item_.kv_head);
-      key_pages_[page] = head.keys;
-      value_pages_[page] = head.values;
-    }
+  void begin_values() {
     if (!resident()) return;
     for (int64_t step = item_range_.low / kStepKeys; step * kStepKeys < item_range_.high; ++step) {
       copy_step(step, 0, dim_ / 16, item_range_, values_ + step * step_bytes());
     }
   }
 
+  void begin_block(int64_t rows) { configure(smaller(rows, 16), larger(rows - 16, 0)); }
+
+  void score(int64_t row, int64_t rows, Range all) {
+    const uint8_t* queries = queries_ + row * dim_ * 2;
+    written_to_memory();
+    for (int64_t key = tiles(all).low; key < tiles(all).high; key += kKeyTile) {
+      const uint8_t* const* pages = key_pages_ + key / kPageTokens;
+      if (rows > 16) {
+        score_two(queries, pages, scores_ + key);
+        score_two(queries, pages + 2, scores_ + key + 32);
+      } else {
+        bool more = key + kKeyTile < all.high;
+        ask_for(more ? key_pages_ : value_pages_, more ? key + kKeyTile : tiles(all).low, all.high);
+        score_one(queries, pages, scores_ + key);
+      }
+    }
+  }
+
+  void add_values(int64_t row, int64_t rows, Range all, const Softmax& to) {
+    if (rows > 16) add_values_two(all, to);
+    else add_values_one(0, all, !resident(), to.rows, to.stride);
+  }
+
+  void add_values_alone(int64_t row, int64_t rows, const Softmax& to) {
+    configure(1, 0);
+    for (int64_t r = 0; r < rows; ++r) add_values_one(r, seen(row + r), true, to.rows + r * to.stride, to.stride);
+  }
+
+  Range values_read(Range all) const {
+    if (!resident()) return all;
+    return {larger(all.low / kStepKeys * kStepKeys, item_range_.low),
+            smaller((all.high + kStepKeys - 1) / kStepKeys * kStepKeys, item_range_.high)};
+  }
+
+ private:
   bool resident() const { return rows_ > kBlockRows; }   // whether a partition's values are copied at once
   int64_t step_bytes() const { return dim_ / 16 * kTileBytes; }
 
@@ -158,52 +155,6 @@ class TileRun {
     configure_rows(configured_first_ = first, configured_second_ = second);
   }
 
-  void run_block(int64_t partition, int64_t row, int64_t rows, float* partials) {
-    Range first = seen(row), last = seen(row + rows - 1), all = {first.low, last.high};
-    bool alone = partition == item_.first_partition;   // merged with nothing yet
-    Softmax to = alone ? Softmax{total_.maxima + row, total_.sums + row, total_.rows + row * dim_, dim_} : block_;
-    int64_t partial_floats = attention_partial_floats(call_.pages.shape);
-    float* partial = nullptr;
-    if (item_.partial >= 0) {
-      partial = partials + (item_.partial + (partition - item_.first_partition) * rows_ + row) * partial_floats;
-      to = {block_.maxima, block_.sums, partial, partial_floats};
-    }
-    configure(smaller(rows, 16), larger(rows - 16, 0));
-    score(row, rows, all);
-    weigh_rows(row, rows, all, to);
-    add_values(row, rows, all, to);
-    if (item_.partial >= 0) {
-      for (int64_t r = 0; r < rows; ++r, partial += partial_floats) {
-        partial[dim_] = to.maxima[r];
-        partial[dim_ + 1] = to.sums[r];
-      }
-    } else if (!alone) {
-      merge_block(row, rows);
-    }
-  }
-
-  // Tiles of 64 keys that hold any of [low, high).
-  static Range tiles(Range keys) {
-    return keys.low < keys.high ? Range{keys.low / kKeyTile * kKeyTile, (keys.high + kKeyTile - 1) / kKeyTile * kKeyTile} : Range{0, 0};
-  }
-
-  void score(int64_t row, int64_t rows, Range all) {
-    const uint8_t* queries = queries_ + row * dim_ * 2;
-    written_to_memory();
-    for (int64_t key = tiles(all).low; key < tiles(all).high; key += kKeyTile) {
-      const uint8_t* const* pages = key_pages_ + key / kPageTokens;
-      if (rows > 16) {
-        score_two(queries, pages, scores_ + key);
-        score_two(queries, pages + 2, scores_ + key + 32);
-      } else {
-        bool more = key + kKeyTile < all.high;
-        ask_for(more ? key_pages_ : value_pages_, more ? key + kKeyTile : tiles(all).low, all.high);
-        score_one(queries, pages, scores_ + key);
-      }
-    }
-    if (call_.softcap != 0) cap(rows, tiles(all));
-  }
-
   void score_two(const uint8_t* queries, const uint8_t* const* pages, float* scores) {
     zero_sums();
     for (int64_t step = 0; step < dim_ / 32; ++step) {
@@ -220,64 +171,6 @@ class TileRun {
       for (const uint8_t*& tile : tiles) tile += kTileBytes;
     }
     store_one<4>(scores, kScoreBytes);
-  }
-
-  // The pages of 64 keys, a tile before they are read. Their beginning is enough for the machine to go on by itself; to ask
-  // for all of them takes the places that it would use.
-  void ask_for(const uint8_t* const* pages, int64_t key, int64_t end) const {
-    for (int64_t page = key / kPageTokens; page < (key + kKeyTile) / kPageTokens && page * kPageTokens < end; ++page) {
-      for (int64_t byte = 0; byte < kAskedBytes; byte += 64) prefetch(pages[page] + byte);
-    }
-  }
-
-  void cap(int64_t rows, Range keys) {
-    F32 inside = set_f32(call_.scale / call_.softcap), outside = set_f32(call_.softcap * kLog2E);
-    for (int64_t r = 0; r < rows; ++r) {
-      float* scores = (float*)score_row(scores_, r);
-      for (int64_t key = keys.low; key < keys.high; key += 16) {
-        store_f32(scores + key, mul(outside, tanh(mul(load_f32(scores + key), inside))));
-      }
-    }
-  }
-
-  void weigh_rows(int64_t row, int64_t rows, Range all, const Softmax& to) {
-    Range keys = tiles(all);
-    for (int64_t r = 0; r < rows; ++r) {
-      float* scores = (float*)score_row(scores_, r);
-      Range mine = seen(row + r);
-      hide(scores, keys.low, smaller(mine.low, keys.high));
-      hide(scores, larger(mine.high, keys.low), keys.high);
-      softmax_row(scores, keys.low, keys.high, factor_, to.maxima + r, to.sums + r);
-    }
-  }
-
-  void add_values(int64_t row, int64_t rows, Range all, const Softmax& to) {
-    if (spoilt(row, rows, all)) {
-      configure(1, 0);
-      for (int64_t r = 0; r < rows; ++r) add_values_one(r, seen(row + r), true, to.rows + r * to.stride, to.stride);
-    } else if (rows > 16) {
-      add_values_two(all, to);
-    } else {
-      add_values_one(0, all, !resident(), to.rows, to.stride);
-    }
-  }
-
-  // Whether a value that not all of the rows see and that would be multiplied is not finite.
-  bool spoilt(int64_t row, int64_t rows, Range all) const {
-    Range first = seen(row), last = seen(row + rows - 1), read = all;
-    if (resident()) {
-      read = {larger(all.low / kStepKeys * kStepKeys, item_range_.low),
-              smaller((all.high + kStepKeys - 1) / kStepKeys * kStepKeys, item_range_.high)};
-    }
-    return not_finite(read.low, smaller(last.low, read.high)) || not_finite(larger(first.high, read.low), read.high);
-  }
-
-  bool not_finite(int64_t begin, int64_t end) const {   // by pairs
-    for (int64_t key = begin; key < end; key = (key / kPageTokens + 1) * kPageTokens) {
-      int64_t page = key / kPageTokens, last = (smaller(end - page * kPageTokens, kPageTokens) + 1) / 2;
-      if (any_not_finite(value_pages_[page], dim_ * 4, key % kPageTokens / 2, last)) return true;
-    }
-    return false;
   }
 
   void add_values_two(Range all, const Softmax& to) {
@@ -323,74 +216,15 @@ class TileRun {
     store_one<N>(out, stride);
   }
 
-  void merge_block(int64_t row, int64_t rows) {
-    for (int64_t r = 0; r < rows; ++r) {
-      float* maximum = total_.maxima + row + r;
-      float* sum = total_.sums + row + r;
-      MergeWeights weights = merge_weights(set_f32(*maximum), set_f32(block_.maxima[r]));
-      float lanes[3][16];
-      store_f32(lanes[0], weights.first);
-      store_f32(lanes[1], weights.second);
-      store_f32(lanes[2], merge_lanes(set_f32(*sum), weights.first, set_f32(block_.sums[r]), weights.second));
-      *sum = lanes[2][0];
-      merge_row(total_.rows + (row + r) * dim_, lanes[0][0], block_.rows + r * dim_, lanes[1][0], dim_);
-      store_f32(lanes[0], weights.maximum);
-      *maximum = lanes[0][0];
-    }
-  }
-
-  void write_out() const {
-    for (int64_t r = 0; r < rows_; ++r) {
-      float* out = call_.out + (sequence_.first_query + item_.first_query + r / group_) * call_.out_stride +
-                   (item_.kv_head * group_ + r % group_) * dim_;
-      write_row(total_.rows + r * dim_, total_.sums[r], dim_, out);
-    }
-  }
-
   // Two steps' tiles for a row that needs values of its own while those of the partition stay.
   uint8_t* spare_values() { return spare_; }
 
-  const AttentionCall& call_;
-  const AttentionItem& item_;
-  const AttentionSequence& sequence_;
-  const int64_t dim_, group_, rows_;
-  const int64_t first_position_;   // of the block's first token
-  const float factor_;             // scores times this are in powers of two
-  int64_t start_;                  // the partition's first key
-  Range item_range_;               // keys of the partition that any row sees
-  const uint8_t *key_pages_[kPartitionPages], *value_pages_[kPartitionPages];
-  float* scores_;                  // [32][kScoreFloats]
-  uint8_t *queries_, *values_;     // bf16 [rows][head_dim]; [16 steps][head_dim / 16] tiles
-  Softmax block_, total_;
   int64_t configured_first_ = 0, configured_second_ = 0;
   alignas(64) uint8_t spare_[8 * kTileBytes];
 };
 
-inline void run_tiles(const AttentionCall& call, const AttentionItem& item, float* scratch, float* partials) {
-  if (!tile_pages(call.pages.shape)) return avx512::kKernels.attention->run(call, item, scratch, partials);
-  TileRun(call, item, scratch).run(partials);
-}
-
-inline void store_tiles(const KvPages& pages, int64_t kv_head, int64_t slot, const float* key, const float* value) {
-  if (!tile_pages(pages.shape)) return avx512::kKernels.attention->store(pages, kv_head, slot, key, value);
-  if (slot < 0) return;
-  PageHead head = page_head(pages, slot / kPageTokens, kv_head);
-  if (key) store_tile_key(pages.shape, head, slot % kPageTokens, key);
-  if (value) store_tile_value(pages.shape, head, slot % kPageTokens, value);
-}
-
-inline void load_tiles(const KvPages& pages, int64_t kv_head, int64_t slot, float* key, float* value) {
-  if (!tile_pages(pages.shape)) return avx512::kKernels.attention->load(pages, kv_head, slot, key, value);
-  load_tile_row(pages.shape, page_head(pages, slot / kPageTokens, kv_head), slot % kPageTokens, key, value);
-}
-
-// The partial rows are those of AVX-512, so that they are merged by its kernel.
-inline void merge_tiles(const AttentionCall& call, const AttentionMerge& merge, const float* partials) {
-  avx512::kKernels.attention->merge(call, merge, partials);
-}
-
 extern const AttentionKernels tile_attention;   // not inline: cpu.cpp asks for it
-const AttentionKernels tile_attention = {store_tiles, load_tiles, run_tiles, merge_tiles};
+const AttentionKernels tile_attention = {store_pairs, load_pairs, run_pairs<TileRun>, merge_pairs};
 
 }  // namespace LLMCTL_ISA
 }  // namespace llmctl

@@ -27,6 +27,9 @@ LLMCTL_DECLARE(generic)
 LLMCTL_DECLARE(avx2)
 LLMCTL_DECLARE(avxvnni)
 LLMCTL_DECLARE(avx512)
+namespace avx512bf16 {
+extern const AttentionKernels dot_attention;
+}
 namespace amx {
 extern const AttentionKernels tile_attention;
 void linear(const PackedMatrix&, int64_t first_tile, int64_t last_tile, const Activations&, float* y, int64_t stride);
@@ -39,7 +42,7 @@ namespace {
 
 #if defined(__x86_64__)
 struct Features {
-  bool avx2 = false, avxvnni = false, avx512 = false, amx = false;
+  bool avx2 = false, avxvnni = false, avx512 = false, avx512bf16 = false, amx = false;
 };
 
 // The register sets that the operating system saves (XCR0). xgetbv by hand: its intrinsic needs a flag of its own.
@@ -79,7 +82,8 @@ Features detect() {
               && all(saved, bit(17) | bit(18)) && tiles_are_granted();
   if (last < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) a = 0;
   found.avxvnni = found.avx2 && all(a, bit(4));
-  found.amx = found.amx && all(a, bit(5));                                          // AVX512-BF16
+  found.avx512bf16 = found.avx512 && all(a, bit(5));
+  found.amx = found.amx && found.avx512bf16;
   return found;
 }
 
@@ -102,8 +106,9 @@ struct Isa {
   const Kernels* (*kernels)();
 };
 const Isa kIsas[] = {   // best first
-    {"amx", amx_kernels},   {"avx512", avx512_kernels}, {"avxvnni", avxvnni_kernels},
-    {"avx2", avx2_kernels}, {"neon", neon_kernels},     {"generic", generic_kernels},
+    {"amx", amx_kernels},         {"avx512bf16", avx512bf16_kernels}, {"avx512", avx512_kernels},
+    {"avxvnni", avxvnni_kernels}, {"avx2", avx2_kernels},             {"neon", neon_kernels},
+    {"generic", generic_kernels},
 };
 
 std::string join(const std::vector<std::string>& names) {
@@ -124,6 +129,15 @@ const Kernels* generic_kernels() { return &generic::kKernels; }
 const Kernels* avx2_kernels() { return features().avx2 ? &avx2::kKernels : nullptr; }
 const Kernels* avxvnni_kernels() { return features().avxvnni ? &avxvnni::kKernels : nullptr; }
 const Kernels* avx512_kernels() { return features().avx512 ? &avx512::kKernels : nullptr; }
+const Kernels* avx512bf16_kernels() {
+  static const Kernels table = [] {
+    Kernels kernels = avx512::kKernels;
+    kernels.name = "avx512bf16";
+    kernels.attention = &avx512bf16::dot_attention;
+    return kernels;
+  }();
+  return features().avx512bf16 ? &table : nullptr;
+}
 const Kernels* amx_kernels() {
   static const Kernels table = [] {
     Kernels kernels = avx512::kKernels;
@@ -138,6 +152,7 @@ const Kernels* amx_kernels() {
 const Kernels* avx2_kernels() { return nullptr; }
 const Kernels* avxvnni_kernels() { return nullptr; }
 const Kernels* avx512_kernels() { return nullptr; }
+const Kernels* avx512bf16_kernels() { return nullptr; }
 const Kernels* amx_kernels() { return nullptr; }
 #endif
 #if defined(__aarch64__)

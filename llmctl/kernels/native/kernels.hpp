@@ -28,7 +28,7 @@ struct Activations {
 enum class Activation : int32_t { Silu, GeluTanh, Gelu };
 
 struct Kernels {
-  const char* name;         // "generic", "avx2", "avxvnni", "avx512", "amx", "neon"
+  const char* name;         // "generic", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "neon"
 
   // y[t * stride + 16 * tile + r - 16 * first_tile] for tiles first_tile .. last_tile - 1 and all tokens of x, int8 or float
   // activations by which of x's pointers is set. Rows beyond matrix.rows are not written.
@@ -61,10 +61,11 @@ const Kernels* generic_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avxvnni_kernels();
 const Kernels* avx512_kernels();
+const Kernels* avx512bf16_kernels();
 const Kernels* amx_kernels();
 const Kernels* neon_kernels();
 
-// The best the machine has; LLMCTL_ISA=generic|avx2|avxvnni|avx512|amx|neon forces one (an unknown or missing one is an error
+// The best the machine has; LLMCTL_ISA=generic|avx2|avxvnni|avx512|avx512bf16|amx|neon forces one (an unknown or missing one is an error
 // raised by the bindings, see cpu.hpp).
 const Kernels* active_kernels();
 

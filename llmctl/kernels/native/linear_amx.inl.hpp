@@ -15,6 +15,7 @@ namespace llmctl::LLMCTL_ISA {
 
 constexpr int64_t kAmxTokens = 12;       // from here on it pays
 constexpr int kWide = 16, kNarrow = 8;   // tokens of a group
+constexpr int64_t kAmxChunkBlocks = 32;  // blocks unpacked at a time
 constexpr int64_t kAmxTokenBlock = 256;  // tokens that pass over an unpacked chunk
 
 // What is left of a Shape here. Start: a correction of the integer sum by a row's zero point.
@@ -106,10 +107,10 @@ template <class S, int T> void fill_panels(const Activations& x, int64_t token, 
 }
 
 struct AmxChunk {
-  U8 codes[kChunkBlocks][8];   // signed
-  F32 scale[kChunkBlocks];
-  F32 minimum[kChunkBlocks];
-  I32 zero[kChunkBlocks];
+  U8 codes[kAmxChunkBlocks][8];   // signed
+  F32 scale[kAmxChunkBlocks];
+  F32 minimum[kAmxChunkBlocks];
+  I32 zero[kAmxChunkBlocks];
 };
 
 template <class L> LLMCTL_INLINE void signed_codes(const uint8_t* unit, int64_t block, U8* codes) {
@@ -263,8 +264,8 @@ void amx_tiles(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile
   fill_all_panels<S>(x, panels);
   for (int64_t tile = first_tile; tile < last_tile; ++tile, y += kTileRows) {
     const int64_t rows = matrix.rows_in(tile);
-    for (int64_t first = 0; first < blocks; first += kChunkBlocks) {
-      int64_t count = blocks - first < kChunkBlocks ? blocks - first : kChunkBlocks;
+    for (int64_t first = 0; first < blocks; first += kAmxChunkBlocks) {
+      int64_t count = blocks - first < kAmxChunkBlocks ? blocks - first : kAmxChunkBlocks;
       unpack_signed<L>(matrix, tile, first, count, chunk);
       if (rows == kTileRows) amx_chunk_to_all<S>(chunk, first, count, x, panels, y, stride);
       else amx_chunk_to_all<S>(chunk, first, count, x, panels, beside, kTileRows);

@@ -16,12 +16,13 @@ from llmctl.kernels.native import _native as native
 
 PAGE = 16
 TYPES = ["f32", "f16", "bf16", "q8_0"]
+ROUNDING = ("amx", "avx512bf16")
 every_isa = pytest.mark.parametrize("isa", native.available_isas())
 
 
 def own(isa: str, type: str) -> str:
-    """The pages to try an instruction set with where one type is enough: those of "amx" are bf16, others it leaves to avx512."""
-    return "bf16" if isa == "amx" else type
+    """The pages to try an instruction set with where one type is enough: bf16 for those that leave others to avx512."""
+    return "bf16" if isa in ROUNDING else type
 
 
 @dataclass
@@ -63,8 +64,8 @@ class Sequences:
 
     @property
     def rounds(self) -> bool:
-        """Whether queries and weights are rounded to bf16, as the tile unit wants them."""
-        return self.isa == "amx" and self.type == "bf16" and self.keys[0].shape[-1] % 32 == 0
+        """Whether queries and weights are rounded to bf16, as products of pairs want them."""
+        return self.isa in ROUNDING and self.type == "bf16" and self.keys[0].shape[-1] % 32 == 0
 
     def reference(self, ranges: list[tuple[int, int]], magnitudes: bool = False) -> np.ndarray:
         """What the reference makes of the keys and values that were stored, as they read back; of the values' magnitudes."""
