@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +34,14 @@ PreOption = Annotated[
 DropSurplusOption = Annotated[
     bool, typer.Option("--drop-surplus", help="Leave out tokens of a folder that have no row in the embedding.")
 ]
+SplitOption = Annotated[
+    str | None,
+    typer.Option("--split-max-size", metavar="SIZE", help="Most bytes of weights in a file: 500M, 2G.", show_default="one file"),
+]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]?)B?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,19 @@ class Request:
     dry_run: bool = False
     force: bool = False
     json: bool = False
+
+
+def size_in_bytes(text: str | None) -> int | None:
+    """The bytes a size like 500M or 2G stands for (powers of ten, as of disks). UsageError for anything else."""
+    from llmctl.errors import UsageError
+
+    if text is None:
+        return None
+    found = _SIZE.fullmatch(text.strip())
+    size = int(float(found["number"]) * _UNITS[found["unit"].upper()]) if found else 0
+    if size < 1:
+        raise UsageError(f"--split-max-size {text}: expected a size like 500M or 2G")
+    return size
 
 
 def carry_out(request: Request) -> None:
@@ -99,9 +119,13 @@ def _tell(warnings: Sequence[str], plan: Plan | None = None) -> None:
     for warning in warnings:
         console.warn(warning)
     if plan is not None and plan.source.left_out:
-        names = plan.source.left_out
-        more = f" and {len(names) - 3} more" if names[3:] else ""
-        console.info(f"Not part of the text model, left out: {', '.join(names[:3])}{more}")
+        tell_left_out(plan.source.left_out)
+
+
+def tell_left_out(names: Sequence[str]) -> None:
+    """One line that names what is no part of the text model."""
+    more = f" and {len(names) - 3} more" if names[3:] else ""
+    console.info(f"Not part of the text model, left out: {', '.join(names[:3])}{more}")
 
 
 def _show_plan(request: Request, plan: Plan, output: Path, warnings: Sequence[str]) -> None:

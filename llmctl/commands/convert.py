@@ -1,7 +1,8 @@
-"""llmctl convert: a Hugging Face folder, or a GGUF file, as a GGUF file of another type."""
+"""llmctl convert: a Hugging Face folder or a GGUF file as the other, or as another type of the same."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,11 +15,13 @@ from llmctl.commands.conversion import (
     OutputOption,
     PreOption,
     Request,
+    SplitOption,
     carry_out,
+    size_in_bytes,
 )
 from llmctl.commands.options import JsonOption, QuietOption, VerboseOption, complete_model
 
-_TARGETS = ("gguf",)
+_TARGETS = ("gguf", "safetensors")
 
 
 def convert(
@@ -31,11 +34,14 @@ def convert(
         ),
     ],
     output: OutputOption = None,
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="File format to write: gguf.")] = "gguf",
+    to: Annotated[
+        str, typer.Option("--to", metavar="FORMAT", help="gguf: a file; safetensors: a Hugging Face folder.")
+    ] = "gguf",
     type: Annotated[
         str,
         typer.Option("--type", metavar="TYPE", help="auto keeps the source's; F32, F16, BF16, Q8_0, Q5_1, Q5_0, Q4_1, Q4_0."),
     ] = "auto",
+    split_max_size: SplitOption = None,
     pre: PreOption = None,
     drop_surplus: DropSurplusOption = False,
     dry_run: DryRunOption = False,
@@ -44,9 +50,9 @@ def convert(
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Turn a Hugging Face folder into one GGUF file, tokenizer and chat template included; or change the type of a GGUF file.
+    """Turn a Hugging Face folder into a GGUF file and back, tokenizer and chat template included; or change the type of either.
 
-    Prints the path of the file written.
+    Prints the path of what was written.
     """
     from llmctl.errors import UnsupportedError
     from llmctl.quant.recipe import recipe_by_name
@@ -54,6 +60,9 @@ def convert(
 
     if to.lower() not in _TARGETS:
         raise UnsupportedError(f"--to {to}: only {', '.join(_TARGETS)} can be written yet")
+    if to.lower() == "safetensors":
+        _to_folder(source, output, type, split_max_size, pre, drop_surplus, dry_run=dry_run, force=force, json=json)
+        return
     recipe = recipe_by_name(type)
     path = resolve_model(source, progress=console.progress)
     carry_out(
@@ -69,3 +78,23 @@ def convert(
             json=json,
         )
     )
+
+
+def _to_folder(
+    source: str,
+    output: Path | None,
+    type: str,
+    split_max_size: str | None,
+    pre: str | None,
+    drop_surplus: bool,
+    **flags: bool,
+) -> None:
+    from llmctl.commands.conversion_folder import FolderRequest, carry_out_folder
+    from llmctl.errors import UsageError
+    from llmctl.runtime.store import resolve_model
+
+    if pre is not None or drop_surplus:
+        raise UsageError("--pre and --drop-surplus are for writing GGUF files")
+    limit = size_in_bytes(split_max_size)
+    path = resolve_model(source, progress=console.progress)
+    carry_out_folder(FolderRequest(path, type, {"command": "convert", "input": str(path)}, output, limit, **flags))

@@ -1,4 +1,4 @@
-"""Whether GGUF metadata says all that a model's config does: it is read back as a reader would and compared."""
+"""Whether GGUF metadata, or a config.json, says all that a model's config does: it is read back by a reader, and compared."""
 
 from __future__ import annotations
 
@@ -34,12 +34,28 @@ def check_expressible(
     factors = {tensor.name: tensor.read() for tensor in tensors if tensor.name in FACTOR_TENSORS}
     stored = {key: float(np.float32(value)) if isinstance(value, float) else value for key, value in metadata.items()}
     found = family.read_config(config_from_gguf(stored, family, shapes, factors))
+    if difference := _first_difference(config, found):
+        what, read = difference
+        raise UnsupportedError(f"GGUF has no key for {what} of a {family.name} model; a reader would take {read}")
+
+
+def check_config_json(config: ModelConfig, family: Family, values: dict[str, Any]) -> None:
+    """UnsupportedError naming the first choice of `config` that a reader of this config.json would not make."""
+    if difference := _first_difference(config, family.read_config(values)):
+        what, read = difference
+        raise UnsupportedError(f"config.json cannot say {what} of a {family.name} model; a reader would take {read}")
+
+
+def _first_difference(config: ModelConfig, found: ModelConfig) -> tuple[str, Any] | None:
+    """What `config` says that was not read back, and what was found in its place."""
     for field in dataclasses.fields(ModelConfig):
         wanted, read = getattr(config, field.name), getattr(found, field.name)
         if field.name not in _ELSEWHERE and not _same(wanted, read):
-            raise _inexpressible(family, f"{field.name} = {wanted}", read)
+            return f"{field.name} = {wanted}", read
     for index, (wanted, read) in enumerate(zip(config.layers, found.layers, strict=True)):
-        _check_layer(family, index, wanted, read)
+        if difference := _layer_difference(index, wanted, read):
+            return difference
+    return None
 
 
 def _check_rotary(config: ModelConfig, family: Family) -> None:
@@ -51,11 +67,12 @@ def _check_rotary(config: ModelConfig, family: Family) -> None:
         )
 
 
-def _check_layer(family: Family, index: int, wanted: LayerConfig, read: LayerConfig) -> None:
+def _layer_difference(index: int, wanted: LayerConfig, read: LayerConfig) -> tuple[str, Any] | None:
     if wanted.sliding_window != read.sliding_window:
-        raise _inexpressible(family, f"sliding_window = {wanted.sliding_window} in layer {index}", read.sliding_window)
-    if (wanted.rope is None) != (read.rope is None) or (wanted.rope and not _same_rope(wanted.rope, read.rope)):
-        raise _inexpressible(family, f"rope {_shown(wanted.rope)} in layer {index}", _shown(read.rope))
+        return f"sliding_window = {wanted.sliding_window} in layer {index}", read.sliding_window
+    if (wanted.rope is None) != (read.rope is None) or (wanted.rope and not same_rope(wanted.rope, read.rope)):
+        return f"rope {_shown(wanted.rope)} in layer {index}", _shown(read.rope)
+    return None
 
 
 def _same(wanted: Any, read: Any) -> bool:
@@ -64,7 +81,7 @@ def _same(wanted: Any, read: Any) -> bool:
     return wanted == read
 
 
-def _same_rope(wanted: RopeConfig, read: RopeConfig) -> bool:
+def same_rope(wanted: RopeConfig, read: RopeConfig) -> bool:
     """The same angles, whatever they are called. The dynamic type acts only beyond the context the file states."""
     lengths = (None, wanted.max_position) if wanted.kind == "longrope" else (None,)
     for length in lengths:
@@ -79,6 +96,3 @@ def _same_rope(wanted: RopeConfig, read: RopeConfig) -> bool:
 def _shown(rope: RopeConfig | None) -> str:
     return "none" if rope is None else f"{rope.kind} with base {rope.theta:g}"
 
-
-def _inexpressible(family: Family, what: str, read: Any) -> UnsupportedError:
-    return UnsupportedError(f"GGUF has no key for {what} of a {family.name} model; a reader would take {read}")

@@ -5,6 +5,7 @@ The parts follow the naming convention of the GGUF description: BaseName-SizeLab
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmctl.errors import FormatError
+from llmctl.runtime.checkpoint.string_array import StringArray
 
 _SIZE = re.compile(r"(?:(?P<experts>\d+)x)?(?P<number>\d+(?:[._]\d+)?)(?P<unit>[KMBT])", re.IGNORECASE)
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -125,17 +127,32 @@ def _model_card(folder: Path) -> dict[str, Any]:
         raise FormatError(f"{path}: its front matter cannot be read: {error}") from error
 
 
-def file_name(metadata: Mapping[str, Any], source: Path, encoding: str) -> str:
+def file_name(metadata: Mapping[str, Any], source: Path, encoding: str, suffix: str = ".gguf") -> str:
     """The conventional name of a GGUF file; without a base name in the metadata, that of the source's own file.
 
-    encoding: the type the weights are in, F16 or Q4_0.
+    encoding: the type the weights are in, F16 or Q4_0. suffix: "" for the name of a folder.
     """
     basename = metadata.get("general.basename")
     if not isinstance(basename, str) or not basename.strip():
         stem = _SHARD_SUFFIX.sub("", source.stem if source.suffix == ".gguf" else source.name)
-        return _safe(f"{_PLAIN_SUFFIX.sub('', stem)}-{encoding}.gguf")
+        return _safe(f"{_PLAIN_SUFFIX.sub('', stem)}-{encoding}{suffix}")
     parts = [basename, *(metadata.get(f"general.{key}") for key in ("size_label", "finetune", "version")), encoding]
-    return _safe("-".join(part.strip() for part in parts if isinstance(part, str) and part.strip()) + ".gguf")
+    return _safe("-".join(part.strip() for part in parts if isinstance(part, str) and part.strip()) + suffix)
+
+
+def model_card(metadata: Mapping[str, Any], source: Path) -> bytes:
+    """A README.md whose front matter says what GGUF's general.* keys do, so that the way back finds it."""
+    pairs = [("model_name", "name"), *((card, key) for key, card in _CARD_KEYS)]
+    found = [(card, _card_value(metadata.get(f"general.{key}"))) for card, key in pairs]
+    lines = [f"{card}: {json.dumps(value, ensure_ascii=False)}" for card, value in found if value]
+    body = f"Converted from {source.name} by llmctl.\n"
+    return ("---\n" + "\n".join(lines) + "\n---\n\n" + body if lines else body).encode("utf-8", "replace")
+
+
+def _card_value(value: Any) -> str | list[str] | None:
+    if isinstance(value, (StringArray, list)):
+        return [str(item) for item in value] or None
+    return value if isinstance(value, str) and value.strip() else None
 
 
 def _safe(name: str) -> str:

@@ -19,6 +19,7 @@ class Family:
 
     name: ours. model_types: `model_type` values of config.json. read_config: Hugging Face config → ModelConfig.
     gguf_arch: `general.architecture`. gguf_names: tensor names and transforms. hf_class: entry of `architectures`.
+    hf_keys: the keys of a config.json that only this family has, for writing one.
     complete_gguf: adds the config values that GGUF readers know by heart because no key holds them.
     """
 
@@ -28,5 +29,6 @@ class Family:
     gguf_arch: str
     gguf_names: GgufNames
     hf_class: str
+    hf_keys: Callable[[ModelConfig], dict[str, Any]]
     complete_gguf: Callable[[dict[str, Any]], dict[str, Any]] = dict
 

@@ -80,6 +80,20 @@ def _sliding(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "rope_theta": values.get("rope_local_base_freq") or LOCAL_THETA, "rope_scaling": None}
 
 
+def hf_keys(config: ModelConfig) -> dict[str, Any]:
+    """What Gemma3TextConfig has beyond the keys of all families."""
+    windows = [layer.sliding_window for layer in config.layers]
+    scalar = config.attention_scale**-2
+    return {
+        "hidden_activation": config.activation,
+        "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar,
+        "sliding_window": next((window for window in windows if window is not None), None),
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.final_softcap,
+    }
+
+
 def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
     """The query scale: 1/sqrt(head_dim), except that the 62-layer 27B divides by hidden_size / heads."""
     is_27b = config["num_hidden_layers"] == 62
@@ -106,5 +120,6 @@ FAMILY = Family(
         plus_one=True,
     ),
     hf_class="Gemma3ForCausalLM",
+    hf_keys=hf_keys,
     complete_gguf=complete_gguf,
 )

@@ -38,6 +38,11 @@ def read_config(values: dict[str, Any]) -> ModelConfig:
     )
 
 
+def hf_keys(config: ModelConfig) -> dict[str, Any]:
+    """What LlamaConfig has beyond the keys of all families."""
+    return {"hidden_act": config.activation, "mlp_bias": config.mlp_bias}
+
+
 FAMILY = Family(
     name="llama",
     model_types=("llama",),
@@ -49,4 +54,5 @@ FAMILY = Family(
         permuted={"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"},
     ),
     hf_class="LlamaForCausalLM",
+    hf_keys=hf_keys,
 )

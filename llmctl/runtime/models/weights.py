@@ -14,6 +14,7 @@ import numpy as np
 from llmctl.errors import FormatError, LlmctlError, UnsupportedError
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.quant_tensor import QuantTensor
+from llmctl.runtime.checkpoint.checkpoint import TensorEntry
 from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
 from llmctl.runtime.checkpoint.names import deinterleave_rows
 from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
@@ -66,9 +67,7 @@ class ModelWeights:
         FormatError naming it if the checkpoint lacks it, UnsupportedError if it holds no floating-point weights: codes
         and float8 without their scales mean nothing.
         """
-        if name not in self:
-            raise FormatError(f"{self.checkpoint.path}: tensor {name!r} is missing")
-        entry = self.checkpoint.entry(self._source.stored[name])
+        entry = self.stored_entry(name)
         if entry.format.is_plain and entry.format.name not in _WEIGHT_FORMATS:
             raise UnsupportedError(
                 f"{self.checkpoint.path}: tensor {quoted(entry.name)} holds {entry.format.name} numbers, "
@@ -76,6 +75,12 @@ class ModelWeights:
             )
         self.names_read.add(name)
         return self._source.read(name)
+
+    def stored_entry(self, name: str) -> TensorEntry:
+        """Where and as what the tensor of this Hugging Face name is stored. FormatError if the checkpoint lacks it."""
+        if name not in self:
+            raise FormatError(f"{self.checkpoint.path}: tensor {name!r} is missing")
+        return self.checkpoint.entry(self._source.stored[name])
 
     def release(self, name: str) -> None:
         """Let the stored tensor's pages leave memory once it has been prepared; it can still be read again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from llmctl.errors import FormatError
 from llmctl.runtime.tokenizer.tokenizer import Tokenizer
 
 # Everything splitting rules and normalizers treat differently: digits in runs, contractions in both cases, white space of
@@ -55,12 +56,30 @@ def _shown(ids: list[int], start: int) -> str:
     return "[" + ", ".join(map(str, ids[start : start + 6])) + (", …]" if ids[start + 6 :] else "]")
 
 
+def find_library_difference(expected: Tokenizer, document: bytes, added: Sequence[str] = ()) -> Difference | None:
+    """The first text that the `tokenizers` library encodes differently with this tokenizer.json, or None.
+
+    FormatError for a document the library does not load.
+    """
+    import tokenizers
+
+    try:
+        found = tokenizers.Tokenizer.from_str(document.decode())
+    except Exception as error:  # the library raises nothing narrower
+        raise FormatError(f"the tokenizers library does not load the tokenizer.json made: {error}") from error
+    for text in probe_texts(added):
+        pair = expected.encode(text, parse_special=True), found.encode(text).ids
+        if pair[0] != pair[1]:
+            return Difference(text, *pair)
+    return None
+
+
 def find_difference(expected: Tokenizer, found: Tokenizer, added: Sequence[str] = ()) -> Difference | None:
     """The first text the two encode differently, or None.
 
     added: texts of added tokens, tried alone and inside text. Every text is tried with special tokens parsed and not.
     """
-    for text in _texts(added):
+    for text in probe_texts(added):
         for parse_special in (False, True):
             pair = [tokenizer.encode(text, parse_special=parse_special) for tokenizer in (expected, found)]
             if pair[0] != pair[1]:
@@ -68,7 +87,8 @@ def find_difference(expected: Tokenizer, found: Tokenizer, added: Sequence[str] 
     return None
 
 
-def _texts(added: Sequence[str]) -> Iterator[str]:
+def probe_texts(added: Sequence[str]) -> Iterator[str]:
+    """Texts that tell tokenizers apart, and the added tokens (a spread of them) alone and inside text."""
     yield from PROBES
     chosen = added[:: max(1, len(added) // _TRIED)]
     yield from chosen

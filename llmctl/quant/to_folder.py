@@ -1,0 +1,272 @@
+"""A model as a Hugging Face folder: what transformers loads, from a GGUF file or another folder.
+
+Everything small is made first (config, tokenizer, templates), so that what cannot be said is found before a weight is read;
+then the tensors are streamed, a few rows at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmctl.errors import FormatError, LlmctlError, UsageError
+from llmctl.kernels.formats.codecs import dequantize
+from llmctl.kernels.formats.plain import PLAIN_DTYPES, cast
+from llmctl.kernels.formats.quant_tensor import QuantTensor
+from llmctl.kernels.formats.spec import FORMATS, Format
+from llmctl.quant.config_json import TORCH_DTYPES, config_json, generation_json
+from llmctl.quant.huggingface import needed_names
+from llmctl.quant.naming import file_name, model_card
+from llmctl.quant.rtn import Tensor
+from llmctl.runtime.checkpoint import open_checkpoint
+from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
+from llmctl.runtime.checkpoint.output_folder import OutputFolder, check_folder, refuse_inside
+from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
+from llmctl.runtime.checkpoint.safetensors_writer import SafetensorsWriter
+from llmctl.runtime.checkpoint.text import quoted
+from llmctl.runtime.loading import sampling_defaults
+from llmctl.runtime.models.weights import ModelWeights
+from llmctl.runtime.tokenizer.folder_files import tokenizer_files
+from llmctl.runtime.tokenizer.gguf_source import describe_gguf
+from llmctl.runtime.tokenizer.load import build_tokenizer
+from llmctl.runtime.tokenizer.same_ids import find_library_difference
+
+AUTO = "auto"
+_CHUNK_ELEMENTS = 1 << 22  # 16 MiB as float32: what is unfolded at once, whatever the size of the tensor
+# Files of a folder that say something about the model and are taken over as they are.
+_TAKEN_OVER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.*",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "README.md",
+    "LICENSE*",
+    "NOTICE*",
+)
+
+Progress = Callable[[int, int], None]
+Files = tuple[dict[str, bytes], list[str]]  # name → content, and warnings
+
+
+@dataclass(frozen=True)
+class FolderTensor:
+    """One tensor to be written. name: Hugging Face's. source: its type where it is read. shape: torch order."""
+
+    name: str
+    source: Format
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Logical elements."""
+        return prod(self.shape)
+
+
+@dataclass
+class FolderPlan:
+    """Everything that will be written.
+
+    path: as the user named the source. sources: every file it is read from. form: the type all tensors get.
+    files: name → content of the small files. name: of the folder, if none is asked for.
+    """
+
+    path: Path
+    sources: list[Path]
+    weights: ModelWeights
+    tensors: list[FolderTensor]
+    form: Format
+    files: dict[str, bytes]
+    name: str
+    left_out: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as they will be."""
+        size = PLAIN_DTYPES[self.form.name].itemsize
+        return sum(tensor.num_elements for tensor in self.tensors) * size
+
+
+@dataclass
+class FolderWritten:
+    """What became of a plan. changed: plain tensors whose values the new type does not hold exactly."""
+
+    output: Path
+    nbytes: int = 0
+    changed: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def plan_folder(path: Path, type_name: str = AUTO) -> FolderPlan:
+    """What `path` becomes as a folder.
+
+    type_name: F16, BF16 or F32; "auto" is the type most of the weights have if that is one of these, else F16.
+    Raises FormatError, UnsupportedError, ModelNotFoundError, each naming the file, and UsageError for another type.
+    """
+    checkpoint = open_checkpoint(path)
+    assert isinstance(checkpoint, (GgufCheckpoint, SafetensorsCheckpoint))
+    weights = ModelWeights(checkpoint)
+    needed = needed_names(weights)
+    left_out = [*weights.left_out, *weights.unneeded(needed)]
+    tensors = [_tensor(weights, name) for name in needed]
+    form = _chosen_type(tensors, type_name)
+    try:
+        if isinstance(checkpoint, GgufCheckpoint):
+            files, warnings = _files_of_gguf(checkpoint, weights, form)
+            metadata: dict[str, Any] = dict(checkpoint.metadata)
+        else:
+            files, warnings = _files_of_folder(checkpoint, weights, form)
+            metadata = {}
+    except LlmctlError as error:
+        raise type(error)(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+    name = file_name(metadata, path, form.name, suffix="")
+    return FolderPlan(path, _sources(checkpoint), weights, tensors, form, files, name, left_out, warnings)
+
+
+def _sources(checkpoint: GgufCheckpoint | SafetensorsCheckpoint) -> list[Path]:
+    return [*checkpoint.files, *([checkpoint.folder] if isinstance(checkpoint, SafetensorsCheckpoint) else [])]
+
+
+def _tensor(weights: ModelWeights, name: str) -> FolderTensor:
+    entry = weights.stored_entry(name)
+    return FolderTensor(name, entry.format, entry.shape)
+
+
+def _chosen_type(tensors: list[FolderTensor], type_name: str) -> Format:
+    if type_name.lower() != AUTO:
+        if type_name.upper() not in TORCH_DTYPES:
+            raise UsageError(f"--type {type_name}: a safetensors folder has {AUTO}, {', '.join(TORCH_DTYPES)}")
+        return FORMATS[type_name.upper()]
+    counts: Counter[str] = Counter()
+    for tensor in tensors:
+        counts[tensor.source.name] += tensor.num_elements
+    most = counts.most_common(1)[0][0]
+    return FORMATS["F32" if most == "F64" else most if most in TORCH_DTYPES else "F16"]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=2, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
+
+def _files_of_gguf(checkpoint: GgufCheckpoint, weights: ModelWeights, form: Format) -> Files:
+    files, warnings, facts = {}, [], None
+    if checkpoint.metadata.get("tokenizer.ggml.model", "none") in ("none", "no_vocab"):
+        warnings.append("the file carries no tokenizer, so the folder has none")
+    else:
+        description = describe_gguf(checkpoint.metadata)
+        facts = description.facts
+        expected = build_tokenizer(description)
+        made = tokenizer_files(description, weights.config.max_position_embeddings)
+        added = [token.text for token in facts.added]
+        if difference := find_library_difference(expected, made.files["tokenizer.json"], added):
+            warnings.append(f"with the tokenizer written, {difference}")
+        files, warnings = made.files, [*warnings, *made.warnings]
+    files["config.json"] = _json(config_json(weights.config, weights.family, form, facts))
+    files["generation_config.json"] = _json(generation_json(facts, weights.config, sampling_defaults(checkpoint)))
+    files["README.md"] = model_card(checkpoint.metadata, checkpoint.path)
+    return files, warnings
+
+
+def _files_of_folder(checkpoint: SafetensorsCheckpoint, weights: ModelWeights, form: Format) -> Files:
+    """Its own files; of a multimodal model the config of the text part, which is all that is written."""
+    found = {path for pattern in _TAKEN_OVER for path in checkpoint.folder.glob(pattern) if path.is_file()}
+    files = {str(path.relative_to(checkpoint.folder)): path.read_bytes() for path in sorted(found)}
+    config = dict(weights.hf_config)
+    nested = config.get("text_config")
+    if isinstance(nested, dict):
+        ids = {key: value for key, value in config.items() if key.endswith("_token_id") and key not in nested}
+        config = {**nested, **ids, "architectures": [weights.family.hf_class], "model_type": weights.family.model_types[0]}
+    config.pop("dtype", None)
+    config["torch_dtype"] = TORCH_DTYPES[form.name]
+    files["config.json"] = _json(config)
+    return files, []
+
+
+def folder_path(plan: FolderPlan, asked: Path | None, *, force: bool) -> Path:
+    """Where the folder goes: as asked, or its conventional name in the current folder. OutputError if it cannot."""
+    output = asked if asked is not None else Path(plan.name)
+    refuse_inside(plan.sources, output)
+    check_folder(output, replace=force)
+    return output
+
+
+def write_folder(
+    plan: FolderPlan,
+    output: Path,
+    *,
+    max_shard_bytes: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> FolderWritten:
+    """Write the folder: whole at its name, or not at all.
+
+    max_shard_bytes: most bytes of tensors in a file; None for one file. progress: called with (bytes done, bytes in all).
+    Raises FormatError naming the tensor whose values do not fit the type, OutputError for the disk.
+    """
+    written, done = FolderWritten(output), 0
+    with OutputFolder(output, replace=force) as folder:
+        folder.require(plan.nbytes + sum(map(len, plan.files.values())))
+        with SafetensorsWriter(folder.work, max_shard_bytes=max_shard_bytes) as writer:
+            for tensor in plan.tensors:
+                writer.declare(tensor.name, plan.form, tensor.shape)
+            for tensor in plan.tensors:
+                writer.write(tensor.name, _parts(plan, tensor, written))
+                plan.weights.release(tensor.name)
+                done += tensor.num_elements * PLAIN_DTYPES[plan.form.name].itemsize
+                if progress is not None:
+                    progress(done, plan.nbytes)
+        for name, data in plan.files.items():
+            folder.write_file(name, data)
+    written.nbytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+    return written
+
+
+def _parts(plan: FolderPlan, tensor: FolderTensor, written: FolderWritten) -> Iterator[np.ndarray]:
+    """The tensor in its new type, a few rows at a time."""
+    what = f"{plan.path}: tensor {quoted(tensor.name)}"
+    changed = odd = False
+    try:
+        for rows in _chunks(plan.weights.read(tensor.name)):
+            part = cast(rows if isinstance(rows, np.ndarray) else dequantize(rows), plan.form)
+            yield part
+            if isinstance(rows, np.ndarray) and rows.dtype != part.dtype:
+                changed = changed or not np.array_equal(part.astype(rows.dtype), rows)
+            elif isinstance(rows, np.ndarray):
+                odd = odd or not np.isfinite(part).all()
+    except FormatError as error:
+        hint = "; --type BF16 has room for it" if plan.form.name == "F16" and "does not fit F16" in str(error) else ""
+        raise FormatError(f"{what}: {error}{hint}") from error
+    if changed:
+        written.changed.append(tensor.name)
+    if odd:
+        written.warnings.append(f"tensor {quoted(tensor.name)} holds NaN or infinity, copied as it is")
+
+
+def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """Some rows of the tensor after another; leading axes are rows."""
+    if not tensor.shape:
+        yield tensor
+        return
+    columns = tensor.shape[-1]
+    step, count = max(1, _CHUNK_ELEMENTS // max(1, columns)), prod(tensor.shape[:-1])
+    if isinstance(tensor, QuantTensor):
+        blocks = tensor.blocks.reshape(count, -1)
+        for start in range(0, count, step):
+            part = blocks[start : start + step]
+            yield QuantTensor(tensor.format, (len(part), columns), part)
+    else:
+        rows = tensor.reshape(count, columns)
+        yield from (rows[start : start + step] for start in range(0, count, step))
+
