@@ -60,6 +60,7 @@ class Request:
     measure: bool = False
     pre: str | None = None
     drop_surplus: bool = False
+    max_shard_bytes: int | None = None
     dry_run: bool = False
     force: bool = False
     json: bool = False
@@ -90,7 +91,9 @@ def carry_out(request: Request) -> None:
     console.detail(f"Reading {request.source}")
     source = open_source(request.source, pre=request.pre, drop_surplus=request.drop_surplus)
     plan = make_plan(source, request.recipe, pure=request.pure)
-    output = output_path(plan, request.output, force=request.force or request.dry_run)
+    output = output_path(
+        plan, request.output, force=request.force or request.dry_run, max_shard_bytes=request.max_shard_bytes
+    )
     _check_report(request, plan, output)
     warnings = list(plan_warnings(plan))
     _tell(warnings, plan)
@@ -98,7 +101,14 @@ def carry_out(request: Request) -> None:
         _show_plan(request, plan, output, warnings)
         return
     with console.progress(f"Writing {output}", sum(tensor.nbytes for tensor in plan.tensors)) as bar:
-        written = write(plan, output, measure=request.measure, strict=request.measure, progress=bar.update_to)
+        written = write(
+            plan,
+            output,
+            measure=request.measure,
+            strict=request.measure,
+            max_shard_bytes=request.max_shard_bytes,
+            progress=bar.update_to,
+        )
     _tell(written.warnings)
     _show_result(request, plan, written, [*warnings, *written.warnings], time.perf_counter() - started)
 
@@ -129,6 +139,7 @@ def tell_left_out(names: Sequence[str]) -> None:
 
 
 def _show_plan(request: Request, plan: Plan, output: Path, warnings: Sequence[str]) -> None:
+    from llmctl.quant.convert import output_files
     from llmctl.quant.report import bits_per_weight, document
 
     report = document(plan, None, warnings, **request.facts, dry_run=True)
@@ -142,8 +153,10 @@ def _show_plan(request: Request, plan: Plan, output: Path, warnings: Sequence[st
     for line in _table(plan, None):
         console.result(line)
     total = report["totals"]
+    count = len(output_files(plan, output, request.max_shard_bytes))
     console.result(
-        f"would write {output}: {total['tensors']} tensors, {console.format_bytes(total['bytes'])} of weights, "
+        f"would write {output}{f' in {count} files' if count > 1 else ''}: "
+        f"{total['tensors']} tensors, {console.format_bytes(total['bytes'])} of weights, "
         f"{bits_per_weight(plan.tensors):.2f} bits per weight"
     )
 

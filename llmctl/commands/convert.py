@@ -73,6 +73,7 @@ def convert(
             output=output,
             pre=pre,
             drop_surplus=drop_surplus,
+            max_shard_bytes=size_in_bytes(split_max_size),
             dry_run=dry_run,
             force=force,
             json=json,

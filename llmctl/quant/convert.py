@@ -21,7 +21,8 @@ from llmctl.quant.recipe import RECIPES, Choice, Recipe, choose, head_name, is_m
 from llmctl.quant.rtn import Rounded, first_nonfinite, round_to_nearest
 from llmctl.quant.source import ModelSource, SourceTensor
 from llmctl.runtime.checkpoint.file_types import FILE_TYPES
-from llmctl.runtime.checkpoint.gguf_writer import GgufWriter, Typed, ValueType, refuse_same_file
+from llmctl.runtime.checkpoint.gguf_split import SplitGgufWriter, shard_paths
+from llmctl.runtime.checkpoint.gguf_writer import Typed, ValueType, refuse_same_file
 from llmctl.runtime.checkpoint.text import quoted
 
 Progress = Callable[[int, int], None]
@@ -74,7 +75,7 @@ class Plan:
 
 @dataclass
 class Written:
-    """What became of a plan: the file, and per tensor its rounding error (None where none was measured)."""
+    """What became of a plan: the file (of a set the first, and the bytes of all), and per tensor its rounding error or None."""
 
     output: Path
     file_bytes: int
@@ -128,16 +129,23 @@ def _nbytes(form: Format, shape: tuple[int, ...]) -> int:
     return prod(shape[:-1]) * form.row_bytes(shape[-1] if shape else 1)
 
 
-def output_path(plan: Plan, asked: Path | None, *, force: bool = False) -> Path:
+def output_path(plan: Plan, asked: Path | None, *, force: bool = False, max_shard_bytes: int | None = None) -> Path:
     """Where the file goes: as asked, a conventional name in the folder asked for, or that name in the current folder.
 
+    max_shard_bytes: see `write`; the files of a set are checked each.
     OutputError if it is one of the source's own files, or exists and `force` is not given.
     """
     output = asked if asked is not None else Path()
     if asked is None or output.is_dir():
         output = output / file_name(_plain(plan.source), plan.source.path, plan.type_name)
-    check_output(output, plan.source, force=force)
+    for path in output_files(plan, output, max_shard_bytes):
+        check_output(path, plan.source, force=force)
     return output
+
+
+def output_files(plan: Plan, output: Path, max_shard_bytes: int | None) -> list[Path]:
+    """The files that will be written: `output`, or a numbered set named after it."""
+    return shard_paths(output, [tensor.nbytes for tensor in plan.tensors], max_shard_bytes)
 
 
 def _plain(source: ModelSource) -> dict[str, object]:
@@ -161,17 +169,24 @@ def check_target(output: Path, *, force: bool) -> None:
 
 
 def write(
-    plan: Plan, output: Path, *, measure: bool = False, strict: bool = False, progress: Progress | None = None
+    plan: Plan,
+    output: Path,
+    *,
+    measure: bool = False,
+    strict: bool = False,
+    max_shard_bytes: int | None = None,
+    progress: Progress | None = None,
 ) -> Written:
     """Write the file: whole at its name, or not at all.
 
+    max_shard_bytes: most bytes of tensors in a file, more of them make several files; None writes one.
     measure: work out the error of every tensor. strict: NaN and infinity are errors also in tensors that keep their type,
     which otherwise are copied bit for bit, with a warning. progress: called with (bytes done, bytes in all).
     Raises FormatError naming the tensor whose values do not fit its type, OutputError for the disk.
     """
     total, done = sum(tensor.nbytes for tensor in plan.tensors), 0
     written = Written(output, 0)
-    with GgufWriter(output, _metadata(plan)) as writer:
+    with SplitGgufWriter(output, _metadata(plan), max_shard_bytes) as writer:
         for tensor in plan.tensors:
             writer.declare(tensor.source.name, tensor.format, tensor.source.shape)
         for tensor in plan.tensors:
@@ -181,7 +196,7 @@ def write(
             done += tensor.nbytes
             if progress is not None:
                 progress(done, total)
-    written.file_bytes = output.stat().st_size
+    written.output, written.file_bytes = writer.paths[0], sum(path.stat().st_size for path in writer.paths)
     return written
 
 

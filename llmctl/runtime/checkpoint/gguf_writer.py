@@ -80,7 +80,11 @@ class GgufWriter:
             raise FormatError(f"{what} must have a name of 1 to {WRITTEN_NAME_BYTES} bytes of UTF-8")
         if form.gguf_id < 0:
             raise UnsupportedError(f"{what}: GGUF has no type {form.name}")
-        self._declared[name] = _Declared(name, form, tuple(shape), _stored_bytes(what, form, shape))
+        self._declared[name] = _Declared(name, form, tuple(shape), tensor_bytes(self.path, name, form, shape))
+
+    def require(self, count: int) -> None:
+        """OutputError if the disk has not `count` bytes free."""
+        self._file.require(count)
 
     def write(self, name: str, tensor: np.ndarray | QuantTensor) -> None:
         """Write the data of the next declared tensor, which must be as declared. Strided arrays are written right."""
@@ -165,7 +169,9 @@ def _is_writable_name(name: str) -> bool:
         return False
 
 
-def _stored_bytes(what: str, form: Format, shape: tuple[int, ...]) -> int:
+def tensor_bytes(path: Path, name: str, form: Format, shape: tuple[int, ...]) -> int:
+    """Bytes of the tensor in a file; FormatError if it cannot be stored so."""
+    what = f"{path}: tensor {quoted(name)}"
     if len(shape) > MAX_DIMS or any(size < 1 for size in shape) or (not shape and not form.is_plain):
         raise FormatError(f"{what} of shape {tuple(shape)} cannot be stored as {form.name} in GGUF")
     try:
