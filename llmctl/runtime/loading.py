@@ -10,7 +10,6 @@ from typing import Any
 
 from llmctl.errors import FormatError, LlmctlError, ModelNotFoundError, OutOfMemoryError, UsageError
 from llmctl.kernels.backend import Compute, choose_compute, fit_head_dim, make_ops
-from llmctl.kernels.formats.conversion import converted_bytes
 from llmctl.kernels.ops import Ops
 from llmctl.runtime.cache.memory import bytes_per_token
 from llmctl.runtime.checkpoint import open_checkpoint
@@ -91,6 +90,7 @@ class OpenedModel:
         ops = make_ops(self.compute, default_threads() if threads is None else threads)
         decoder = Decoder(ops, self.weights, progress)
         _name_unneeded(self.weights)
+        _name_unpacked(self.weights, self.compute)
         self.checkpoint.release_all()
         return LoadedModel(
             config=self.config,
@@ -218,6 +218,20 @@ def _name_unneeded(weights: ModelWeights) -> None:
         )
 
 
+def _name_unpacked(weights: ModelWeights, compute: Compute) -> None:
+    """Say which packed weights take more memory than their file, for want of a kernel (the reference unpacks them all)."""
+    if compute.backend == "reference":
+        return
+    for (form, dtype), nbytes in weights.unpacked.items():
+        _log.warning(
+            "%s: no kernel reads %s as it is stored here: unpacked to %s, exactly, %.1f MB of memory",
+            weights.checkpoint.path,
+            form,
+            dtype,
+            nbytes / 1e6,
+        )
+
+
 def _end_tokens(weights: ModelWeights, tokenizer: Tokenizer | None) -> frozenset[int]:
     """The union of what the config, the generation config and the tokenizer call an end."""
     path = weights.checkpoint.path
@@ -232,12 +246,13 @@ def _available_bytes(weights: ModelWeights, compute: Compute) -> int | None:
     if compute.device != "cpu" or machine.available is None:
         return None
     available = min(machine.available, machine.limit or machine.available)
-    checkpoint = weights.checkpoint
+    checkpoint, stored = weights.checkpoint, [weights.stored(name) for name in weights.names()]
     if compute.backend == "native":
-        stored = sum(converted_bytes(entry.format, entry.shape) for entry in checkpoint.entries())
-        needed, form, smaller = int(stored * _PACKED_SHARE), "as the native kernels read them", ""
+        prepared = sum(weight.bytes_on_native for weight in stored)
+        needed, form, smaller = int(prepared * _PACKED_SHARE), "as the native kernels read them", ""
     else:
-        needed, form = checkpoint.total_elements * _DTYPE_BYTES[compute.dtype], f"in {compute.dtype}"
+        elements = sum(weight.num_elements for weight in stored)
+        needed, form = elements * _DTYPE_BYTES[compute.dtype], f"in {compute.dtype}"
         smaller = "; --dtype bfloat16 halves that" if compute.dtype == "float32" else ""
     if needed > available:
         raise OutOfMemoryError(

@@ -280,7 +280,7 @@ def test_dynamic_rope_is_said_to_be_lost(tiny: Tiny) -> None:
     ("config", "message"),
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "weights quantized with 'fp8'"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "weights quantized with 'bitsandbytes'"),
     ],
 )
 def test_models_that_cannot_be_read(changed: Any, config: dict[str, Any], message: str) -> None:

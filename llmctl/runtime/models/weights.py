@@ -6,17 +6,24 @@ GGUF keeps llama's q and k rows interleaved and gemma's norms plus one; both are
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from llmctl.errors import FormatError, LlmctlError, UnsupportedError
 from llmctl.kernels.formats.codecs import dequantize
+from llmctl.kernels.formats.conversion import converted_bytes
+from llmctl.kernels.formats.packed_int import PackedIntTensor
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.runtime.checkpoint.checkpoint import TensorEntry
 from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
 from llmctl.runtime.checkpoint.names import deinterleave_rows
+from llmctl.runtime.checkpoint.packed import find_packed, read_module
+from llmctl.runtime.checkpoint.packed_parts import PackedModule
 from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
 from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models.config import ModelConfig
@@ -33,11 +40,33 @@ _WEIGHT_FORMATS = ("F64", "F32", "F16", "BF16")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
+Weight = np.ndarray | QuantTensor | PackedIntTensor
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """What a weight is before it is read.
+
+    form: how it is stored, for people (F16, Q4_0, INT4). bytes_on_native: of memory once the native kernels have it, about.
+    """
+
+    form: str
+    shape: tuple[int, ...]
+    nbytes: int
+    bytes_on_native: int
+
+    @property
+    def num_elements(self) -> int:
+        """Logical elements."""
+        return prod(self.shape)
+
+
 class ModelWeights:
     """Named tensors of one model in canonical form, read lazily.
 
     family, config: what the checkpoint is. hf_config: the Hugging Face config dict (made up for a GGUF).
     left_out: stored tensors that are not part of the text model. names_read: Hugging Face names of those read so far.
+    unpacked: (how it is stored, dtype it was read as) → bytes, of packed weights that no kernel reads as they are.
     """
 
     def __init__(self, checkpoint: GgufCheckpoint | SafetensorsCheckpoint) -> None:
@@ -53,6 +82,7 @@ class ModelWeights:
         self.config: ModelConfig = source.config
         self.left_out: list[str] = source.left_out
         self.names_read: set[str] = set()
+        self.unpacked: Counter[tuple[str, str]] = Counter()
 
     def __contains__(self, name: str) -> bool:
         return name in self._source.stored
@@ -61,12 +91,27 @@ class ModelWeights:
         """Hugging Face names, in file order."""
         yield from self._source.stored
 
-    def read(self, name: str) -> np.ndarray | QuantTensor:
+    def packed(self, name: str) -> PackedModule | None:
+        """The tensors that the weight is made of, where it is stored as several."""
+        return self._source.packed.get(name)
+
+    def stored(self, name: str) -> StoredWeight:
+        """What the checkpoint's headers say of the tensor. FormatError if there is none of this name."""
+        if module := self.packed(name):
+            nbytes = sum(self.checkpoint.entry(part).nbytes for part in module.parts)
+            return StoredWeight(module.form, module.shape, nbytes, module.native_bytes)
+        entry = self.stored_entry(name)
+        return StoredWeight(entry.format.name, entry.shape, entry.nbytes, converted_bytes(entry.format, entry.shape))
+
+    def read(self, name: str) -> Weight:
         """The tensor in Hugging Face's layout.
 
         FormatError naming it if the checkpoint lacks it, UnsupportedError if it holds no floating-point weights: codes
         and float8 without their scales mean nothing.
         """
+        if module := self.packed(name):
+            self.names_read.add(name)
+            return self._read_packed(module)
         entry = self.stored_entry(name)
         if entry.format.is_plain and entry.format.name not in _WEIGHT_FORMATS:
             raise UnsupportedError(
@@ -77,14 +122,23 @@ class ModelWeights:
         return self._source.read(name)
 
     def stored_entry(self, name: str) -> TensorEntry:
-        """Where and as what the tensor of this Hugging Face name is stored. FormatError if the checkpoint lacks it."""
+        """Where and as what the tensor of this Hugging Face name is stored. FormatError if the checkpoint lacks it, or stores it
+        as several tensors."""
         if name not in self:
             raise FormatError(f"{self.checkpoint.path}: tensor {name!r} is missing")
         return self.checkpoint.entry(self._source.stored[name])
 
     def release(self, name: str) -> None:
         """Let the stored tensor's pages leave memory once it has been prepared; it can still be read again."""
-        self.checkpoint.release(self._source.stored[name])
+        module = self.packed(name)
+        for part in module.parts if module else (self._source.stored[name],):
+            self.checkpoint.release(part)
+
+    def _read_packed(self, module: PackedModule) -> Weight:
+        weight = read_module(module)
+        if isinstance(weight, np.ndarray):
+            self.unpacked[module.form, weight.dtype.name] += weight.nbytes
+        return weight
 
     def unneeded(self, needed: Iterable[str]) -> list[str]:
         """The tensors that are not among the needed ones: nothing of this model, and to be named to the user.
@@ -138,6 +192,7 @@ class _GgufSource:
                 + (f" (and {len(unknown) - 1} more)" if unknown[1:] else "")
             )
         self.stored = {hf: name for name, hf in translated.items()}
+        self.packed: dict[str, PackedModule] = {}
         self.left_out: list[str] = []
 
     def read(self, name: str) -> np.ndarray | QuantTensor:
@@ -158,15 +213,16 @@ class _HfSource:
         self.checkpoint, self.hf_config = checkpoint, checkpoint.config
         if not self.hf_config:
             raise FormatError(f"{checkpoint.path}: no config.json beside the weights, so the architecture is unknown")
-        if quantization := self.hf_config.get("quantization_config"):
-            method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-            raise UnsupportedError(f"{checkpoint.path}: weights quantized with {method!r} cannot be read yet")
+        found = find_packed(checkpoint)
         self.family = family_by_model_type(self.hf_config.get("model_type"))
         self.config = self.family.read_config(self.hf_config)
-        names = [name for name in checkpoint.names() if not _BUFFERS.search(name)]
-        self.left_out = [name for name in names if _NOT_TEXT.search(name)]
+        elsewhere = found.parts | set(found.of_activations)
+        names = [name for name in checkpoint.names() if not _BUFFERS.search(name) and name not in elsewhere]
+        names += found.modules
+        self.left_out = [*(name for name in names if _NOT_TEXT.search(name)), *found.of_activations]
         text = [name for name in names if not _NOT_TEXT.search(name)]
         self.stored = {_canonical(name): name for name in text}
+        self.packed = {_canonical(name): module for name, module in found.modules.items() if not _NOT_TEXT.search(name)}
         if len(self.stored) != len(text):
             twice = next(name for name in text if self.stored[_canonical(name)] != name)
             raise FormatError(f"{checkpoint.path}: tensor {quoted(twice)} is there twice, under two names of the same module")
