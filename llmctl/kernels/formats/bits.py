@@ -28,6 +28,11 @@ def pack_planes(codes: np.ndarray) -> np.ndarray:
     return packed
 
 
+def pack_nibbles(codes: np.ndarray) -> np.ndarray:
+    """Low four bits of codes uint8 (32, n) -> (n, 16): element j in the low nibble of byte j, j + 16 in the high."""
+    return ((codes[:16] & 15) | (codes[16:] << 4)).T
+
+
 def unpack_bits(packed: np.ndarray) -> np.ndarray:
     """Bytes to bits, lowest first: uint8 (..., w) -> uint8 (..., 8 * w) of 0 and 1."""
     return np.unpackbits(np.ascontiguousarray(packed), axis=-1, bitorder="little")

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import numpy as np
 
 from llmctl.errors import FormatError, UnsupportedError
-from llmctl.kernels.formats import iquants, kquants, legacy, smallfloat
+from llmctl.kernels.formats import iquants, kquants, kquants_encode, legacy, smallfloat
+from llmctl.kernels.formats.importance import Importance, spread
 from llmctl.kernels.formats.layouts import LAYOUTS
 from llmctl.kernels.formats.packed_int import PackedIntTensor, dequantize_packed_int
 from llmctl.kernels.formats.plain import CAST_LIMITS, PLAIN_DTYPES, cast, finite_f32, widen
@@ -26,8 +27,13 @@ DECODERS: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {
     **iquants.DECODERS,
     **smallfloat.DECODERS,
 }
-# (float32 (elements, n), records of n blocks) -> None: fills the second.
-ENCODERS: dict[str, Callable[[np.ndarray, np.ndarray], None]] = legacy.ENCODERS
+# (float32 (elements, n), importance or None, records of n blocks) -> None: fills the last.
+ENCODERS: dict[str, Callable[[np.ndarray, Importance | None, np.ndarray], None]] = {
+    **legacy.ENCODERS,
+    **kquants_encode.ENCODERS,
+    **iquants.ENCODERS,
+    **smallfloat.ENCODERS,
+}
 
 # 256 KiB of float32: fits the second-level cache with its temporaries, and hides numpy's cost per call.
 _CHUNK_ELEMENTS = 1 << 16
@@ -100,11 +106,13 @@ def _decode(format: Format, blocks: np.ndarray, out: np.ndarray) -> None:
             decode(records[start : start + step], elements[start : start + step])
 
 
-def quantize(array: np.ndarray, format: Format) -> QuantTensor | np.ndarray:
+def quantize(array: np.ndarray, format: Format, importance: np.ndarray | None = None) -> QuantTensor | np.ndarray:
     """Round an array (..., K) of plain numbers to a format; blocks run along the last axis.
 
-    Returns a QuantTensor for block formats (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0), an array for F32, F16 and BF16 (see
-    `plain.cast`). The array may be strided or transposed; other plain numbers than float32 are widened to it first.
+    Returns a QuantTensor for block formats (those in ENCODERS), an array for F32, F16 and BF16 (see `plain.cast`). The array
+    may be strided or transposed; other plain numbers than float32 are widened to it first.
+    importance: float32 (K,), weights of the squared errors in each column, finite and not negative. Q8_0 and MXFP4 do
+    without, and so do plain formats.
     Raises UnsupportedError if the format has no encoder or the dtype no format; FormatError if K is not a multiple of
     the block, or a value is NaN, infinite or too large for the format (the caller adds the tensor's name).
     """
@@ -115,18 +123,26 @@ def quantize(array: np.ndarray, format: Format) -> QuantTensor | np.ndarray:
         return cast(array, format)
     if array.ndim == 0:
         raise FormatError(f"{format.name} needs rows of elements, got a single number")
+    assert importance is None or importance.shape == array.shape[-1:], (importance.shape, array.shape)
     blocks = np.empty((*array.shape[:-1], format.row_bytes(array.shape[-1])), np.uint8)
     if array.size:
-        _encode(format, array, blocks)
+        _encode(format, array, importance, blocks)
     return QuantTensor(format, array.shape, blocks)
 
 
-def _encode(format: Format, array: np.ndarray, blocks: np.ndarray) -> None:
+def _encode(format: Format, array: np.ndarray, importance: np.ndarray | None, blocks: np.ndarray) -> None:
     encode = ENCODERS[format.name]
     rows = array.reshape(-1, array.shape[-1])
     records = blocks.reshape(-1).view(LAYOUTS[format.name]).reshape(len(rows), -1)
     step = max(1, _CHUNK_ELEMENTS // rows.shape[1])
     for start in range(0, len(rows), step):
         values = finite_f32(np.ascontiguousarray(rows[start : start + step]), first_row=start)
-        columns = np.ascontiguousarray(values.reshape(-1, format.elements_per_block).T)
-        encode(columns, records[start : start + step].reshape(-1))
+        weights = spread(importance, values, format.elements_per_block) if importance is not None else None
+        # Groups of zeros are divided by, too: what comes of it is not chosen.
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):
+            encode(_columns(values, format), weights, records[start : start + step].reshape(-1))
+
+
+def _columns(values: np.ndarray, format: Format) -> np.ndarray:
+    """float32 (rows, K) -> (elements, blocks)."""
+    return np.ascontiguousarray(values.reshape(-1, format.elements_per_block).T)

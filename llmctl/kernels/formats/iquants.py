@@ -1,6 +1,6 @@
-"""IQ1 to IQ4: codes that index a fixed grid of vectors, or of values, decoded.
+"""IQ1 to IQ4: codes that index a fixed grid of vectors, or of values, decoded; IQ4_NL also encoded.
 
-Decoders take records of n blocks (see layouts.py) and fill float32 (n, elements). The grids are constants of the
+Decoders take records of n blocks (see layouts.py) and fill float32 (n, elements); for encoders see legacy.py. The grids are constants of the
 formats; they come from the installed `gguf` package (a dependency), imported when the first such tensor is decoded.
 """
 
@@ -10,7 +10,9 @@ from functools import cache
 
 import numpy as np
 
-from llmctl.kernels.formats.bits import scale_groups, to_f32, unpack_bits, unpack_planes
+from llmctl.kernels.formats.bits import pack_nibbles, scale_groups, to_f16_scale, to_f32, unpack_bits, unpack_planes
+from llmctl.kernels.formats.importance import Importance
+from llmctl.kernels.formats.search import TINY, F, extreme, ordered_sum
 
 _IQ1_DELTA = np.float32(0.125)
 
@@ -191,6 +193,44 @@ def decode_iq4_xs(blocks: np.ndarray, out: np.ndarray) -> None:
     scale_groups(out, to_f32(blocks["d"]) * scales)
 
 
+def encode_iq4_nl(columns: np.ndarray, importance: Importance | None, blocks: np.ndarray) -> None:
+    """The scale is searched for as in search.py, with weights x² without an importance; then the nearest of the 16 values."""
+    if importance is None:
+        weights = columns * columns
+    else:
+        weights = importance.element_weights(columns, ordered_sum(columns * columns) * F(2 / 32))
+    scale = _fit_values(columns, weights)
+    inverse = np.where(scale != 0, 1 / scale, F(0))
+    blocks["d"] = to_f16_scale(scale)
+    blocks["qs"] = pack_nibbles(_nearest_value(inverse * columns).astype(np.uint8))
+
+
+def _nearest_value(values: np.ndarray) -> np.ndarray:
+    """Codes of the nearest of IQ4's values; the higher one in the middle of two."""
+    grid = _iq4_values()
+    return np.searchsorted((grid[:-1] + grid[1:]) / F(2), values, side="right")
+
+
+def _fit_values(columns: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """(32, n) → scales (n,)."""
+    largest, grid = extreme(columns), _iq4_values()
+
+    def sums(inverse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        values = grid[_nearest_value(inverse * columns)]
+        weighted = weights * values
+        return ordered_sum(weighted * columns), ordered_sum(weighted * values)
+
+    sum_xq, sum_q2 = sums(1 / (-largest / grid[0]))
+    scale = np.where(sum_q2 > 0, sum_xq / sum_q2, F(0))
+    most = scale * sum_xq
+    for i in range(-7, 8):
+        sum_xq, sum_q2 = sums((F(i) + grid[0]) / largest)
+        better = (sum_q2 > 0) & (sum_xq * sum_xq > most * sum_q2)
+        scale = np.where(better, sum_xq / sum_q2, scale)
+        most = np.where(better, scale * sum_xq, most)
+    return np.where(np.abs(largest) < TINY, F(0), scale)
+
+
 DECODERS = {
     "IQ1_S": decode_iq1_s,
     "IQ1_M": decode_iq1_m,
@@ -202,3 +242,4 @@ DECODERS = {
     "IQ4_NL": decode_iq4_nl,
     "IQ4_XS": decode_iq4_xs,
 }
+ENCODERS = {"IQ4_NL": encode_iq4_nl}

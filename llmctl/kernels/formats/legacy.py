@@ -1,15 +1,26 @@
 """Q4_0, Q4_1, Q5_0, Q5_1, Q8_0: one float16 scale (and offset) per 32 elements, decoded and encoded.
 
 Decoders take records of n blocks (see layouts.py) and fill float32 (n, 32). Encoders take float32 *columns* (32, n),
-element by block, so that every step runs along long contiguous rows, and fill the records. The codes are those of
-llama.cpp's reference quantization (`quantize_row_*_ref`), including its signed zeros.
+element by block, so that every step runs along long contiguous rows, an importance or None, and fill the records. The codes
+are those of llama.cpp, including its signed zeros: without an importance a block is rounded from its extremes, with one its
+scale is searched for.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from llmctl.kernels.formats.bits import round_half_away, safe_inverse, to_f16_scale, to_f32, unpack_bits, unpack_planes
+from llmctl.kernels.formats.bits import (
+    pack_nibbles,
+    round_half_away,
+    safe_inverse,
+    to_f16_scale,
+    to_f32,
+    unpack_bits,
+    unpack_planes,
+)
+from llmctl.kernels.formats.importance import Importance
+from llmctl.kernels.formats.search import Steps, fit_affine, fit_symmetric
 
 
 def decode_q4_0(blocks: np.ndarray, out: np.ndarray) -> None:
@@ -54,40 +65,45 @@ def _five_bit_codes(blocks: np.ndarray) -> np.ndarray:
     return codes
 
 
-def encode_q4_0(columns: np.ndarray, blocks: np.ndarray) -> None:
+def encode_q4_0(columns: np.ndarray, importance: Importance | None, blocks: np.ndarray) -> None:
     """d = (signed value of largest magnitude) / -8, q = min(15, trunc(x / d + 8.5))."""
-    codes = _signed_codes(columns, blocks, 8)
-    blocks["qs"] = _pack_nibbles(codes)
+    codes = _signed_codes(columns, importance, blocks, 8)
+    blocks["qs"] = pack_nibbles(codes)
 
 
-def encode_q5_0(columns: np.ndarray, blocks: np.ndarray) -> None:
+def encode_q5_0(columns: np.ndarray, importance: Importance | None, blocks: np.ndarray) -> None:
     """d = (signed value of largest magnitude) / -16, q = min(31, trunc(x / d + 16.5))."""
-    codes = _signed_codes(columns, blocks, 16)
-    blocks["qs"] = _pack_nibbles(codes)
+    codes = _signed_codes(columns, importance, blocks, 16)
+    blocks["qs"] = pack_nibbles(codes)
     blocks["qh"] = _pack_fifth_bits(codes)
 
 
-def encode_q4_1(columns: np.ndarray, blocks: np.ndarray) -> None:
+def encode_q4_1(columns: np.ndarray, importance: Importance | None, blocks: np.ndarray) -> None:
     """m = min, d = (max - min) / 15, q = trunc((x - m) / d + 0.5)."""
-    codes = _offset_codes(columns, blocks, 15)
-    blocks["qs"] = _pack_nibbles(codes)
+    codes = _offset_codes(columns, importance, blocks, 15)
+    blocks["qs"] = pack_nibbles(codes)
 
 
-def encode_q5_1(columns: np.ndarray, blocks: np.ndarray) -> None:
+def encode_q5_1(columns: np.ndarray, importance: Importance | None, blocks: np.ndarray) -> None:
     """m = min, d = (max - min) / 31, q = trunc((x - m) / d + 0.5)."""
-    codes = _offset_codes(columns, blocks, 31)
-    blocks["qs"] = _pack_nibbles(codes)
+    codes = _offset_codes(columns, importance, blocks, 31)
+    blocks["qs"] = pack_nibbles(codes)
     blocks["qh"] = _pack_fifth_bits(codes)
 
 
-def encode_q8_0(columns: np.ndarray, blocks: np.ndarray) -> None:
-    """d = absmax / 127, q = x / d rounded half away from zero."""
+def encode_q8_0(columns: np.ndarray, importance: Importance | None, blocks: np.ndarray) -> None:
+    """d = absmax / 127, q = x / d rounded half away from zero, with an importance as well: the steps are fine enough."""
     scales = np.abs(columns).max(axis=0) / np.float32(127)
     blocks["d"] = to_f16_scale(scales)
     blocks["qs"] = round_half_away(columns * safe_inverse(scales)).astype(np.int8).T
 
 
-def _signed_codes(columns: np.ndarray, blocks: np.ndarray, half: int) -> np.ndarray:
+def _signed_codes(columns: np.ndarray, importance: Importance | None, blocks: np.ndarray, half: int) -> np.ndarray:
+    """Fills d; codes uint8 (32, n) from 0."""
+    if importance is not None:
+        fit = fit_symmetric(columns, importance.element_weights(columns, importance.row_mean_square), half)
+        blocks["d"] = to_f16_scale(fit.scale)
+        return fit.codes(columns, half).astype(np.uint8)
     scales = _signed_extreme(columns) / np.float32(-half)
     blocks["d"] = to_f16_scale(scales)
     steps = columns * safe_inverse(scales)
@@ -96,7 +112,14 @@ def _signed_codes(columns: np.ndarray, blocks: np.ndarray, half: int) -> np.ndar
     return np.minimum(codes, 2 * half - 1, out=codes)
 
 
-def _offset_codes(columns: np.ndarray, blocks: np.ndarray, top: int) -> np.ndarray:
+def _offset_codes(columns: np.ndarray, importance: Importance | None, blocks: np.ndarray, top: int) -> np.ndarray:
+    """Fills d and m; codes uint8 (32, n)."""
+    if importance is not None:
+        fit = fit_affine(
+            columns, importance.element_weights(columns, importance.row_mean_square), top, Steps(-0.9, 0.05, 36)
+        )
+        blocks["d"], blocks["m"] = to_f16_scale(fit.scale), to_f16_scale(-fit.offset)
+        return fit.codes(columns, top).astype(np.uint8)
     lowest = _first_minimum(columns)
     with np.errstate(over="ignore"):  # an infinite range is refused with the scale
         span = columns.max(axis=0) - lowest
@@ -129,11 +152,6 @@ def _first_minimum(columns: np.ndarray) -> np.ndarray:
         candidates = columns[:, zeros]
         lowest[zeros] = candidates[(candidates == 0).argmax(axis=0), np.arange(zeros.size)]
     return lowest
-
-
-def _pack_nibbles(codes: np.ndarray) -> np.ndarray:
-    """Low four bits of codes uint8 (32, n) -> (n, 16): element j in the low nibble of byte j, j + 16 in the high."""
-    return ((codes[:16] & 15) | (codes[16:] << 4)).T
 
 
 def _pack_fifth_bits(codes: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""TQ1_0 and TQ2_0 (ternary), MXFP4 and NVFP4 (4-bit floats with 8-bit float scales), decoded.
+"""TQ1_0 and TQ2_0 (ternary), MXFP4 and NVFP4 (4-bit floats with 8-bit float scales), decoded; MXFP4 also encoded.
 
-Decoders take records of n blocks (see layouts.py) and fill float32 (n, elements).
+Decoders take records of n blocks (see layouts.py) and fill float32 (n, elements); for encoders see legacy.py.
 Source of the 4-bit floats: OCP Microscaling Formats (MX) specification 1.0.
 """
 
@@ -10,7 +10,8 @@ from functools import cache
 
 import numpy as np
 
-from llmctl.kernels.formats.bits import scale_groups, to_f32, unpack_planes
+from llmctl.kernels.formats.bits import pack_nibbles, scale_groups, to_f32, unpack_planes
+from llmctl.kernels.formats.importance import Importance
 
 # E2M1 values times two, so that they are integers; the scales below are halved in turn. Code 8 is plain zero here.
 _E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
@@ -68,9 +69,26 @@ def half_e4m3() -> np.ndarray:
     return values.astype(np.float32)
 
 
+def encode_mxfp4(columns: np.ndarray, importance: Importance | None, blocks: np.ndarray) -> None:
+    """e = floor(log2 absmax) − 2 and the nearest 4-bit floats, the smaller in the middle of two; with an importance as well.
+
+    As llama.cpp has it: the logarithm is one in float32, so that just below a power of two it is that power's. Blocks below
+    2^−125, where llama.cpp's exponent wraps, get the smallest exponent.
+    """
+    largest = np.abs(columns).max(axis=0)
+    positive = np.where(largest > 0, largest, np.float32(1))
+    exponents = np.floor(np.log2(positive.astype(np.float64)).astype(np.float32)).astype(np.int32) - 2 + 127
+    blocks["e"] = np.where(largest > 0, np.maximum(exponents, 0), 0)
+    middles = np.array([0.5, 1.5, 2.5, 3.5, 5, 7, 10], np.float32)[:, None, None] * _half_powers_of_two()[blocks["e"]]
+    codes = (np.abs(columns) > middles).sum(axis=0, dtype=np.uint8)
+    codes |= np.where((columns < 0) & (codes > 0), 8, 0).astype(np.uint8)
+    blocks["qs"] = pack_nibbles(codes)
+
+
 DECODERS = {
     "TQ1_0": decode_tq1_0,
     "TQ2_0": decode_tq2_0,
     "MXFP4": decode_mxfp4,
     "NVFP4": decode_nvfp4,
 }
+ENCODERS = {"MXFP4": encode_mxfp4}

@@ -13,6 +13,7 @@ void bind_vector_ops(nb::module_& m);
 void bind_ceilings(nb::module_& m);
 void bind_linear(nb::module_& m);
 void bind_moe(nb::module_& m);
+void bind_encode(nb::module_& m);
 }  // namespace llmctl
 
 NB_MODULE(_native, m) {
@@ -26,4 +27,5 @@ NB_MODULE(_native, m) {
   llmctl::bind_ceilings(m);
   llmctl::bind_linear(m);
   llmctl::bind_moe(m);
+  llmctl::bind_encode(m);
 }

@@ -1,0 +1,1 @@
+#include "encode.inl.hpp"

@@ -1,0 +1,153 @@
+// Vectors of kLanes numbers (GCC's and Clang's own), a row a lane, and what reads and writes rows through them.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "encode.hpp"
+
+namespace llmctl::LLMCTL_ENCODE {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+using F32 = float __attribute__((vector_size(4 * kLanes)));
+using I32 = int32_t __attribute__((vector_size(4 * kLanes)));   // also masks: -1 where a comparison holds
+
+inline I32 bits(F32 a) { return (I32)a; }
+inline F32 from_bits(I32 a) { return (F32)a; }
+inline F32 splat(float x) { return x - F32{}; }
+inline I32 splat(int32_t x) { return x - I32{}; }
+inline F32 select(I32 mask, F32 a, F32 b) { return mask ? a : b; }
+inline I32 select(I32 mask, I32 a, I32 b) { return mask ? a : b; }
+inline F32 to_f32(I32 a) { return __builtin_convertvector(a, F32); }
+inline I32 truncate(F32 a) { return __builtin_convertvector(a, I32); }
+inline F32 abs(F32 a) { return from_bits(bits(a) & 0x7fffffff); }
+inline I32 min(I32 a, int32_t b) { return select(a < b, a, splat(b)); }
+inline I32 max(I32 a, int32_t b) { return select(a > b, a, splat(b)); }
+inline I32 clamp(I32 a, int32_t low, int32_t high) { return max(min(a, high), low); }
+
+inline bool any(I32 mask) {
+  int32_t all = 0;
+  for (int i = 0; i < kLanes; i++) all |= mask[i];
+  return all != 0;
+}
+
+inline F32 square_root(F32 a) {
+  float lanes[kLanes];
+  std::memcpy(lanes, &a, sizeof a);
+  for (float& lane : lanes) lane = std::sqrt(lane);
+  std::memcpy(&a, lanes, sizeof a);
+  return a;
+}
+
+// Half to even: what the sum with 1.5 * 2^23 leaves in its mantissa. Beyond 2^22 and for NaN it is another number, but always
+// the same one.
+inline I32 nearest(F32 a) { return (bits(a + 12582912.f) & 0x7fffff) - 0x400000; }
+
+// float16, half to even; infinity for all that is too large, NaN included.
+inline I32 to_half(F32 a) {
+  const I32 magnitude = bits(a) & 0x7fffffff, sign = (bits(a) >> 16) & 0x8000;
+  const I32 normal = (magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  const I32 tiny = bits(from_bits(magnitude) + 0.5f) - bits(splat(0.5f));   // multiples of 2^-24
+  const I32 rounded = select(magnitude < (113 << 23), tiny, min(normal, 0x7c00));
+  return sign | select(magnitude < 0x7f800000, rounded, splat(0x7c00));
+}
+
+inline F32 from_half(I32 half) {
+  const I32 magnitude = (half & 0x7fff) << 13, sign = (half & 0x8000) << 16;
+  const F32 tiny = from_bits(magnitude + (113 << 23)) - from_bits(splat(113 << 23));
+  const I32 normal = magnitude + select(magnitude < (0x7c00 << 13), splat(112 << 23), splat(224 << 23));
+  return from_bits(sign | select(magnitude < (1 << 23), bits(tiny), normal));
+}
+
+// kLanes rows being encoded. Beyond the last row of the matrix, lanes read that row again and write to `unused`.
+class Panel {
+ public:
+  Panel(const EncodeTask& task, int64_t first, int64_t last) : type_(task.type) {
+    for (int i = 0; i < kLanes; i++) {
+      const int64_t row = first + i < last ? first + i : last - 1;
+      source_[i] = task.values + row * task.stride;
+      target_[i] = first + i < last ? task.blocks + row * task.row_bytes : unused_;
+      step_[i] = first + i < last;
+    }
+  }
+
+  // Columns first .. first + N - 1 of all rows.
+  template <int N>
+  void load(int64_t first, F32* x) {
+    if (type_ == PlainType::F32) {
+      load_as<N, int32_t>(first, x, [](I32 a) { return from_bits(a); });
+    } else if (type_ == PlainType::F16) {
+      load_as<N, uint16_t>(first, x, [](I32 a) { return from_half(a); });
+    } else {
+      load_as<N, uint16_t>(first, x, [](I32 a) { return from_bits(a << 16); });
+    }
+    for (int e = 0; e < N; e++) bad_ |= (bits(x[e]) & 0x7fffffff) >= 0x7f800000;
+  }
+
+  // Bytes from `offset` of the current block of every row.
+  void put32(int64_t offset, I32 words) { put<uint32_t>(offset, words); }
+  void put16(int64_t offset, I32 halves) { put<uint16_t>(offset, halves); }
+  void put8(int64_t offset, I32 bytes) { put<uint8_t>(offset, bytes); }
+  // A scale, which must be finite in float16; returns its bits.
+  I32 put_scale(int64_t offset, F32 scale) {
+    const I32 half = to_half(scale);
+    bad_ |= (half & 0x7c00) == 0x7c00;
+    put16(offset, half);
+    return half;
+  }
+  void next_block(int64_t bytes) {
+    for (int i = 0; i < kLanes; i++) target_[i] += step_[i] * bytes;
+  }
+
+  // The first lane that cannot be encoded, or kLanes.
+  int first_bad() const {
+    for (int i = 0; i < kLanes; i++)
+      if (bad_[i]) return i;
+    return kLanes;
+  }
+
+ private:
+  template <int N, class Stored, class Widen>
+  void load_as(int64_t first, F32* x, Widen widen) {
+    constexpr int kPart = 16;
+    static_assert(N % kPart == 0);
+    alignas(64) int32_t part[kPart][kLanes];
+    for (int e = 0; e < N; e += kPart) {
+      for (int i = 0; i < kLanes; i++) {
+        Stored row[kPart];
+        std::memcpy(row, source_[i] + (first + e) * sizeof(Stored), sizeof row);
+        for (int k = 0; k < kPart; k++) part[k][i] = row[k];
+      }
+      for (int k = 0; k < kPart; k++) {
+        I32 lanes;
+        std::memcpy(&lanes, part[k], sizeof lanes);
+        x[e + k] = widen(lanes);
+      }
+    }
+  }
+
+  template <class Stored>
+  void put(int64_t offset, I32 values) {
+    for (int i = 0; i < kLanes; i++) {
+      const Stored value = static_cast<Stored>(values[i]);
+      std::memcpy(target_[i] + offset, &value, sizeof value);
+    }
+  }
+
+  PlainType type_;
+  I32 bad_ = {};
+  const uint8_t* source_[kLanes];
+  uint8_t* target_[kLanes];
+  int64_t step_[kLanes];
+  uint8_t unused_[256];
+};
+
+}  // namespace llmctl::LLMCTL_ENCODE
