@@ -1,6 +1,6 @@
-"""Round to nearest: each weight to the closest value of its block's grid, from the weight alone.
+"""Round to nearest: each weight to the closest value of its block's grid, from the weight and how much its column matters.
 
-Pure: (weight, format) → the rounded tensor and how far it is from the weight. Nothing here knows files or names.
+Pure: (weight, format, importance) → the rounded tensor and how far it is from the weight. Nothing here knows files or names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from math import prod, sqrt
 import numpy as np
 
 from llmctl.errors import FormatError
-from llmctl.kernels.formats.codecs import dequantize, quantize
+from llmctl.kernels.encode import Encoder
+from llmctl.kernels.formats.codecs import dequantize
+from llmctl.kernels.formats.mapped import release_mapped
 from llmctl.kernels.formats.plain import PLAIN_DTYPES, plain_format
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import Format
@@ -51,26 +53,40 @@ def stored_format(tensor: Tensor) -> Format:
     return tensor.format if isinstance(tensor, QuantTensor) else plain_format(tensor.dtype)
 
 
-def round_to_nearest(weight: Tensor, form: Format, *, measure: bool = True) -> Rounded:
+def round_to_nearest(
+    weight: Tensor,
+    form: Format,
+    importance: np.ndarray | None = None,
+    *,
+    measure: bool = True,
+    encoder: Encoder | None = None,
+) -> Rounded:
     """The weight in another format, rounded block by block along its last axis.
 
     weight: plain numbers or blocks, any shape; blocks are unfolded first. form: one with an encoder. The same format again
-    gives the same tensor, bit for bit. measure: also work out the error.
-    Memory beyond the result is a few chunks. Raises FormatError if a value is NaN, infinite or does not fit the format (the
-    caller adds the tensor's name), or if rows are not whole blocks; UnsupportedError without an encoder.
+    gives the same tensor, bit for bit. importance: float32, weights of the squared errors in each column: (K,), or (E, K) for a
+    stack of E matrices. measure: also work out the error. encoder: with the threads to use; one by default.
+    Memory beyond the result is a few chunks; the pages of a mapped weight are released as they are done with. Raises FormatError
+    if a value is NaN, infinite or does not fit the format (the caller adds the tensor's name), or if rows are not whole blocks;
+    UnsupportedError without an encoder.
     """
     if stored_format(weight) == form:
         return Rounded(weight, 0.0 if measure else None, _squared_weight(weight) if measure else None)
+    encoder = encoder or Encoder()
     rows, result = _rows(weight), _empty(form, weight.shape)
     made = _rows(result)
     squared_error = squared_weight = 0.0
-    for start, stop in _chunks(rows.shape):
-        part = dequantize(_slice(rows, start, stop))
-        rounded = _quantize(part, form, start)
+    rows_per_matrix = weight.shape[-2] if importance is not None and importance.ndim == 2 else max(1, rows.shape[0])
+    for start, stop in _chunks(rows.shape, rows_per_matrix):
+        part = _slice(rows, start, stop)
+        columns = importance if importance is None or importance.ndim == 1 else importance[start // rows_per_matrix]
+        rounded = _encode(encoder, _plain(part), form, columns, start)
         _store(made, start, stop, rounded)
         if measure:
-            squared_weight += _squared(part)
-            squared_error += _squared(part - dequantize(rounded))
+            values = dequantize(part)
+            squared_weight += _squared(values)
+            squared_error += _squared(values - dequantize(rounded))
+        release_mapped(part.blocks if isinstance(part, QuantTensor) else part)
     return Rounded(result, squared_error if measure else None, squared_weight if measure else None)
 
 
@@ -85,9 +101,14 @@ def first_nonfinite(weight: Tensor) -> tuple[int, int] | None:
     return None
 
 
-def _quantize(part: np.ndarray, form: Format, first_row: int) -> Tensor:
+def _plain(part: Tensor) -> np.ndarray:
+    """Blocks unfolded; plain numbers as they are."""
+    return dequantize(part) if isinstance(part, QuantTensor) else part
+
+
+def _encode(encoder: Encoder, part: np.ndarray, form: Format, importance: np.ndarray | None, first_row: int) -> Tensor:
     try:
-        return quantize(part, form)
+        return encoder.encode(part, form, importance)
     except FormatError as error:
         raise FormatError(f"{error} (rows counted from {first_row})" if first_row else str(error)) from error
 
@@ -120,10 +141,13 @@ def _empty(form: Format, shape: tuple[int, ...]) -> Tensor:
     return QuantTensor(form, shape, np.empty((*shape[:-1], form.row_bytes(shape[-1])), np.uint8))
 
 
-def _chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def _chunks(shape: tuple[int, ...], rows_per_matrix: int | None = None) -> Iterator[tuple[int, int]]:
+    """Rows start … stop − 1 of each chunk; none lies in two matrices."""
     step = max(1, _CHUNK_ELEMENTS // max(1, shape[1]))
-    for start in range(0, shape[0], step):
-        yield start, min(start + step, shape[0])
+    size = rows_per_matrix or max(1, shape[0])
+    for matrix in range(0, shape[0], size):
+        for start in range(matrix, matrix + size, step):
+            yield start, min(start + step, matrix + size)
 
 
 def _squared(values: np.ndarray) -> float:

@@ -7,6 +7,8 @@ import numpy as np
 from llmctl.errors import FormatError
 
 F16_MAX = 65504.0
+HUGE = 1e9
+"""No format's block reaches it with scales in float16 (Q6_K comes to 2.7e8), and sums of products with its square fit float32."""
 
 
 def unpack_planes(packed: np.ndarray, bits: int) -> np.ndarray:
@@ -65,6 +67,15 @@ def to_f16_scale(values: np.ndarray) -> np.ndarray:
             f"values too large: a block needs a scale or offset of {worst:g}; the largest float16 is {F16_MAX:g}"
         )
     return stored
+
+
+def refuse_huge(columns: np.ndarray) -> None:
+    """FormatError for values that no block with float16 scales reaches: searches would lose their way among infinities."""
+    largest = np.abs(columns).max(initial=0)
+    if largest > HUGE:
+        raise FormatError(
+            f"values too large: a block with {largest:g} needs a scale beyond float16; the largest float16 is {F16_MAX:g}"
+        )
 
 
 def safe_inverse(scales: np.ndarray) -> np.ndarray:

@@ -137,9 +137,9 @@ def _encode(format: Format, array: np.ndarray, importance: np.ndarray | None, bl
     step = max(1, _CHUNK_ELEMENTS // rows.shape[1])
     for start in range(0, len(rows), step):
         values = finite_f32(np.ascontiguousarray(rows[start : start + step]), first_row=start)
-        weights = spread(importance, values, format.elements_per_block) if importance is not None else None
-        # Groups of zeros are divided by, too: what comes of it is not chosen.
+        # Groups of zeros are divided by, too: what comes of it is not chosen. What overflows is refused with the scale.
         with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):
+            weights = spread(importance, values, format.elements_per_block) if importance is not None else None
             encode(_columns(values, format), weights, records[start : start + step].reshape(-1))
 
 

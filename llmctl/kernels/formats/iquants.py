@@ -1,7 +1,8 @@
 """IQ1 to IQ4: codes that index a fixed grid of vectors, or of values, decoded; IQ4_NL also encoded.
 
-Decoders take records of n blocks (see layouts.py) and fill float32 (n, elements); for encoders see legacy.py. The grids are constants of the
-formats; they come from the installed `gguf` package (a dependency), imported when the first such tensor is decoded.
+Decoders take records of n blocks (see layouts.py) and fill float32 (n, elements); for encoders see legacy.py. The
+grids are constants of the formats; they come from the installed `gguf` package (a dependency), imported when the first such
+tensor is decoded.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from llmctl.kernels.formats.bits import pack_nibbles, scale_groups, to_f16_scale, to_f32, unpack_bits, unpack_planes
+from llmctl.kernels.formats.bits import pack_nibbles, refuse_huge, scale_groups, to_f16_scale, to_f32, unpack_bits, unpack_planes
 from llmctl.kernels.formats.importance import Importance
 from llmctl.kernels.formats.search import TINY, F, extreme, ordered_sum
 
@@ -213,6 +214,7 @@ def _nearest_value(values: np.ndarray) -> np.ndarray:
 
 def _fit_values(columns: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """(32, n) → scales (n,)."""
+    refuse_huge(columns)
     largest, grid = extreme(columns), _iq4_values()
 
     def sums(inverse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

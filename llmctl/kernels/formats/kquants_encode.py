@@ -1,5 +1,5 @@
-"""Q2_K to Q6_K, encoded: groups are fitted first, then the scales of a super-block's groups are rounded, then the codes are chosen
-anew for the scales as they are stored.
+"""Q2_K to Q6_K, encoded: groups are fitted first, then the scales of a super-block's groups are rounded, then the codes are
+chosen anew for the scales as they are stored.
 
 Encoders take float32 columns (256, n), a super-block a column, an importance or None, and fill records of n blocks (see
 layouts.py). The blocks are llama.cpp's, bit for bit; the searches are in search.py.

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llmctl.kernels.formats.bits import refuse_huge
+
 F = np.float32
 
 TINY = F(1e-15)
@@ -74,6 +76,7 @@ def fit_affine(columns: np.ndarray, weights: np.ndarray, top: int, steps: Steps,
 
     absolute: compare the tries by Σ w |x − x̂|.
     """
+    refuse_huge(columns)
     lowest, highest = columns[0], columns[0]
     for x in columns[1:]:
         lowest, highest = np.where(x < lowest, x, lowest), np.where(x > highest, x, highest)
@@ -135,6 +138,7 @@ class Symmetric:
 
 def fit_symmetric(columns: np.ndarray, weights: np.ndarray, half: int) -> Symmetric:
     """The best scale of each column; the value of largest magnitude goes to about −half."""
+    refuse_huge(columns)
     largest = extreme(columns)
 
     def sums(inverse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -159,6 +163,7 @@ def fit_symmetric(columns: np.ndarray, weights: np.ndarray, half: int) -> Symmet
 def fit_by_turns(columns: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarray]:
     """Scales (n,) and codes from 0, int32 (elements, n), with weights x²: one code after the other is moved to where the others
     would have it, while that helps."""
+    refuse_huge(columns)
     largest = extreme(columns)
     weights = columns * columns
     codes = clamped(F(-half) / largest * columns, -half, half - 1)

@@ -67,6 +67,9 @@ inline F32 from_half(I32 half) {
   return from_bits(sign | select(magnitude < (1 << 23), bits(tiny), normal));
 }
 
+constexpr int32_t kHuge = 0x4e6e6b28;     // 1e9f: what no block reaches with scales in float16
+constexpr int32_t kFinite = 0x7f7fffff;   // all but infinity and NaN
+
 // kLanes rows being encoded. Beyond the last row of the matrix, lanes read that row again and write to `unused`.
 class Panel {
  public:
@@ -79,8 +82,8 @@ class Panel {
     }
   }
 
-  // Columns first .. first + N - 1 of all rows.
-  template <int N>
+  // Columns first .. first + N - 1 of all rows. kLimit: the bits of the largest value that can be encoded.
+  template <int N, int32_t kLimit = kHuge>
   void load(int64_t first, F32* x) {
     if (type_ == PlainType::F32) {
       load_as<N, int32_t>(first, x, [](I32 a) { return from_bits(a); });
@@ -89,7 +92,7 @@ class Panel {
     } else {
       load_as<N, uint16_t>(first, x, [](I32 a) { return from_bits(a << 16); });
     }
-    for (int e = 0; e < N; e++) bad_ |= (bits(x[e]) & 0x7fffffff) >= 0x7f800000;
+    for (int e = 0; e < N; e++) bad_ |= (bits(x[e]) & 0x7fffffff) > kLimit;
   }
 
   // Bytes from `offset` of the current block of every row.

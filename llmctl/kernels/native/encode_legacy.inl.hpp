@@ -244,7 +244,7 @@ inline void encode_mxfp4(Panel& panel, const EncodeTask& task) {
   F32 x[32];
   I32 codes[32];
   for (int64_t column = 0; column < task.columns; column += 32) {
-    panel.load<32>(column, x);
+    panel.load<32, kFinite>(column, x);
     const I32 exponent = shared_exponent(abs(extreme<32>(x)));
     const F32 half_scale = from_bits(select(exponent < 2, splat(0x200000) << exponent, (exponent - 1) << 23));
     panel.put8(0, exponent);

@@ -16,7 +16,7 @@ from llmctl.errors import FormatError, UnsupportedError
 from llmctl.kernels.formats.codecs import ENCODERS, can_quantize, dequantize, quantize
 from llmctl.kernels.formats.spec import FORMATS
 
-each_encoder = pytest.mark.parametrize("name", list(ENCODERS))
+each_encoder = pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])  # for others: test_encode_search.py
 NO_ENCODER = [f for f in FORMATS if f not in ENCODERS and f not in ("F32", "F16", "BF16")]
 
 
@@ -272,7 +272,7 @@ def test_formats_without_encoder_say_which_exist(name: str) -> None:
 
 
 def test_can_quantize_names_what_quantize_takes() -> None:
-    assert {f for f in FORMATS if can_quantize(FORMATS[f])} == {"F32", "F16", "BF16", *SCALAR}
+    assert {f for f in FORMATS if can_quantize(FORMATS[f])} == {"F32", "F16", "BF16", *ENCODERS}
 
 
 def test_float8_input_is_refused() -> None:
