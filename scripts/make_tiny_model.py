@@ -60,8 +60,13 @@ GEMMA3 = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-FAMILIES = {"llama": ("LlamaConfig", LLAMA), "gemma3": ("Gemma3TextConfig", GEMMA3)}
-DEFAULT_THETA = {"llama": 10_000.0, "gemma3": 1_000_000.0}
+MISTRAL = {key: value for key, value in LLAMA.items() if key not in ("attention_bias", "mlp_bias")} | {"sliding_window": 8}
+FAMILIES = {
+    "llama": ("LlamaConfig", LLAMA),
+    "mistral": ("MistralConfig", MISTRAL),
+    "gemma3": ("Gemma3TextConfig", GEMMA3),
+}
+DEFAULT_THETA = {"llama": 10_000.0, "mistral": 10_000.0, "gemma3": 1_000_000.0}
 
 # rope type → what its scaling needs, in the spelling of transformers 5 (`rope_parameters`)
 ROPES: dict[str, dict[str, Any]] = {
@@ -111,7 +116,7 @@ def make_tiny_model(
 ) -> Path:
     """Write a tiny random model as a Hugging Face folder and return the folder.
 
-    folder: made if missing. family: "llama" or "gemma3". rope and choices: see `tiny_config`. dtype: float32, float16
+    folder: made if missing. family: a key of FAMILIES. rope and choices: see `tiny_config`. dtype: float32, float16
     or bfloat16. tokenizer: None, "bpe" (byte-level, tokenizer.json) or "sentencepiece" (tokenizer.model).
     Same arguments, same bytes.
     """
@@ -155,7 +160,7 @@ def tiny_config(family: str, *, rope: str | dict[str, Any] = "default", **choice
 def _rope_parameters(family: str, rope: str | dict[str, Any]) -> dict[str, Any]:
     chosen = {"rope_type": rope, **ROPES[rope]} if isinstance(rope, str) else dict(rope)
     chosen.setdefault("rope_theta", DEFAULT_THETA[family])
-    if family == "llama":
+    if family != "gemma3":
         return chosen
     return {"full_attention": chosen, "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
 

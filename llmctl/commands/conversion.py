@@ -134,8 +134,9 @@ def _tell(warnings: Sequence[str], plan: Plan | None = None) -> None:
 
 def tell_left_out(names: Sequence[str]) -> None:
     """One line that names what is no part of the text model."""
-    more = f" and {len(names) - 3} more" if names[3:] else ""
-    console.info(f"Not part of the text model, left out: {', '.join(names[:3])}{more}")
+    from llmctl.quant.left_out import summary
+
+    console.info(f"Not part of the text model, left out: {summary(names)}")
 
 
 def _show_plan(request: Request, plan: Plan, output: Path, warnings: Sequence[str]) -> None:

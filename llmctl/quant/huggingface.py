@@ -16,6 +16,7 @@ from llmctl.errors import LlmctlError, UnsupportedError
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.spec import FORMATS
 from llmctl.quant.expressible import check_expressible
+from llmctl.quant.left_out import left_out_of
 from llmctl.quant.naming import describe_folder
 from llmctl.quant.rtn import Tensor, stored_format
 from llmctl.quant.source import ModelSource, SourceTensor, gguf_order
@@ -44,7 +45,7 @@ def read_folder(checkpoint: SafetensorsCheckpoint, *, pre: str | None = None, dr
     """The model in a folder. Arguments and errors as `open_source`."""
     weights = ModelWeights(checkpoint)
     names = needed_names(weights)
-    dropped = weights.unneeded(names)
+    left_out = left_out_of(weights, names)
     tensors = _tensors(weights, names)
     metadata = _metadata(weights, tensors)
     tokenizer = tokenizer_keys(checkpoint, weights.config.vocab_size, metadata, pre=pre, drop_surplus=drop_surplus)
@@ -53,11 +54,7 @@ def read_folder(checkpoint: SafetensorsCheckpoint, *, pre: str | None = None, dr
         check_expressible(weights.config, weights.family, metadata, tensors)
     except LlmctlError as error:
         raise type(error)(f"{checkpoint.path}: {error}") from error
-    warnings = [*tokenizer.warnings, *_rope_warnings(weights.config)]
-    if dropped:
-        more = f" and {len(dropped) - 3} more" if dropped[3:] else ""
-        warnings.append(f"left out, no part of the model config.json describes: {', '.join(dropped[:3])}{more}")
-    left_out = [*weights.left_out, *dropped]
+    warnings = [*tokenizer.warnings, *_rope_warnings(weights.config), *_window_warnings(weights)]
     return ModelSource(checkpoint.path, "safetensors", _files(checkpoint), metadata, tensors, left_out, warnings)
 
 
@@ -148,3 +145,11 @@ def _metadata(weights: ModelWeights, tensors: list[SourceTensor]) -> dict[str, A
 def _rope_warnings(config: ModelConfig) -> list[str]:
     limits = {layer.rope.max_position for layer in config.layers if layer.rope is not None and layer.rope.kind == "dynamic"}
     return [f"GGUF has no key for dynamic rope scaling: beyond {limit} tokens readers will not scale" for limit in limits]
+
+
+def _window_warnings(weights: ModelWeights) -> list[str]:
+    """llama.cpp reads no window for its llama architecture, which Mistral's is."""
+    windows = {layer.sliding_window for layer in weights.config.layers if layer.sliding_window is not None}
+    if weights.family.gguf_arch != "llama" or not windows:
+        return []
+    return [f"llama.cpp knows no window for this architecture: beyond {max(windows)} tokens it will see more than the model did"]

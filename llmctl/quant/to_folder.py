@@ -23,6 +23,7 @@ from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.quant.config_json import TORCH_DTYPES, config_json, generation_json
 from llmctl.quant.huggingface import needed_names
+from llmctl.quant.left_out import left_out_of
 from llmctl.quant.naming import file_name, model_card
 from llmctl.quant.rtn import Tensor
 from llmctl.runtime.checkpoint import open_checkpoint
@@ -119,7 +120,7 @@ def plan_folder(path: Path, type_name: str = AUTO) -> FolderPlan:
     assert isinstance(checkpoint, (GgufCheckpoint, SafetensorsCheckpoint))
     weights = ModelWeights(checkpoint)
     needed = needed_names(weights)
-    left_out = [*weights.left_out, *weights.unneeded(needed)]
+    left_out = left_out_of(weights, needed)
     tensors = [_tensor(weights, name) for name in needed]
     form = _chosen_type(tensors, type_name)
     try:

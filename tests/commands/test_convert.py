@@ -65,7 +65,7 @@ def test_what_it_wrote_runs(call: Callable[..., Any], scripted: Path) -> None:
 
 def test_json(call: Callable[..., Any], folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
-    change(folder, **{"extra.weight": np.zeros((2, 2), np.float32)})
+    change(folder, **{"vision_tower.a.weight": np.zeros((2, 2), np.float32)})
     done = call("convert", folder, "-o", "x.gguf", "--type", "Q8_0", "--json")
     report = json.loads(done.out)
     assert {key: report[key] for key in ("version", "command", "input", "output", "dry_run", "type", "file_type")} == {
@@ -84,7 +84,8 @@ def test_json(call: Callable[..., Any], folder: Path) -> None:
         assert report["totals"]["bytes"] == checkpoint.total_bytes
     assert report["totals"]["bytes_before"] == sum(weight.nbytes for weight in weights.values())
     assert report["totals"]["file_bytes"] == Path("x.gguf").stat().st_size
-    assert report["left_out"] == ["extra.weight"]
+    assert report["left_out"] == ["vision_tower.a.weight"]
+    assert "Not part of the text model, left out: vision_tower (1 tensor)" in done.err
     assert report["warnings"] == [
         line.partition("warning: ")[2] for line in done.err.splitlines() if line.startswith("llmctl: warning: ")
     ]

@@ -26,7 +26,7 @@ GEMMA3 = {
     "num_hidden_layers": 7,
     "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
 }
-TOKENIZERS = {"llama": "bpe", "gemma3": "sentencepiece"}
+TOKENIZERS = {"llama": "bpe", "mistral": "bpe", "gemma3": "sentencepiece"}
 
 
 @pytest.fixture(scope="session", autouse=True)

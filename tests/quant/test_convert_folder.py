@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from llmctl.errors import FormatError, UnsupportedError
 from llmctl.quant.convert import Written
+from llmctl.quant.left_out import summary
 from llmctl.quant.source import open_source
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.loading import load_model, sampling_defaults
@@ -30,6 +31,8 @@ MODELS = {
     "llama-multi_head": {"num_key_value_heads": 6},
     "llama-spm": {"tokenizer": "sentencepiece"},
     **{f"llama-{rope}": {"rope": rope} for rope in ("linear", "llama3", "yarn", "longrope")},
+    "mistral": {},
+    "mistral-no_window": {"sliding_window": None},
     "gemma3": {},
     "gemma3-untied": {"tie_word_embeddings": False},
     "gemma3-softcap": {"final_logit_softcapping": 1.5},
@@ -251,10 +254,19 @@ def test_tensors_that_are_not_as_the_config_says(changed: Any, tensors: dict[str
         open_source(changed("llama", tensors))
 
 
-def test_tensors_of_no_layer_are_left_out_with_a_warning(changed: Any) -> None:
-    source = open_source(changed("llama", {"model.layers.9.extra.weight": np.zeros((2, 2), np.float32)}))
-    assert source.left_out == ["model.layers.9.extra.weight"]
-    assert source.warnings == ["left out, no part of the model config.json describes: model.layers.9.extra.weight"]
+def test_parts_beside_the_text_model_are_left_out_by_name(changed: Any) -> None:
+    extra = ("vision_tower.blocks.0.weight", "multi_modal_projector.norm.weight", "model.layers.3.eh_proj.weight", "mtp.a.weight")
+    source = open_source(changed("llama", {name: np.zeros((2, 2), np.float32) for name in extra}))
+    assert sorted(source.left_out) == sorted(extra)
+    assert summary(["vision_tower.a", "vision_tower.b", "model.layers.3.x.weight"]) == (
+        "vision_tower (2 tensors), model.layers.3 (1 tensor)"
+    )
+
+
+@pytest.mark.parametrize("name", ["extra.weight", "model.layers.1.mlp.router.weight", "model.layers.1.self_attn.q_norm.weight"])
+def test_unknown_tensors_are_refused(changed: Any, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"tensor '{name}' has no place in a llama model, and is none that can be"):
+        open_source(changed("llama", {name: np.zeros((2, 2), np.float32)}))
 
 
 @pytest.mark.parametrize(

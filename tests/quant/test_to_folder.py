@@ -34,6 +34,8 @@ MODELS = {
     "llama-multi_head": {"num_key_value_heads": 6},
     "llama-spm": {"tokenizer": "sentencepiece"},
     **{f"llama-{rope}": {"rope": rope} for rope in ("linear", "llama3", "yarn", "longrope")},
+    "mistral": {},
+    "mistral-no_window": {"sliding_window": None},
     "gemma3": {},
     "gemma3-untied": {"tie_word_embeddings": False},
     "gemma3-softcap": {"final_logit_softcapping": 1.5},

@@ -1,4 +1,7 @@
-"""The llama family: Llama 1–3.x, TinyLlama, Yi, SmolLM 1/2 and everything else that says model_type "llama"."""
+"""The llama family: Llama 1–3.x, TinyLlama, Yi, SmolLM 1/2, everything else that says model_type "llama", and Mistral.
+
+Mistral is Llama without biases, and in its first version with a window.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,21 @@ from llmctl.runtime.models.family import Family
 from llmctl.runtime.models.hf_config import HfConfig
 from llmctl.runtime.models.rope import RopeConfig
 
+# What MistralConfig takes for keys that are absent, where LlamaConfig takes something else.
+_MISTRAL_DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+
 
 def read_config(values: dict[str, Any]) -> ModelConfig:
-    """Hugging Face LlamaConfig → ModelConfig."""
+    """Hugging Face LlamaConfig or MistralConfig → ModelConfig."""
+    mistral = values.get("model_type") == "mistral"
+    values = {**_MISTRAL_DEFAULTS, **values} if mistral else values
     hf = HfConfig(values)
+    if mistral:
+        for key in ("attention_bias", "mlp_bias"):
+            hf.refuse(key, (False,), "Mistral has no biases")
     num_layers, num_heads, head_dim = hf.layers(), hf.integer("num_attention_heads"), hf.head_dim()
-    layer = LayerConfig(sliding_window=None, rope=RopeConfig.from_hf({**values, "head_dim": head_dim}))
+    window = _window(hf) if mistral else None
+    layer = LayerConfig(sliding_window=window, rope=RopeConfig.from_hf({**values, "head_dim": head_dim}))
     return ModelConfig(
         family=FAMILY.name,
         vocab_size=hf.integer("vocab_size"),
@@ -38,14 +50,31 @@ def read_config(values: dict[str, Any]) -> ModelConfig:
     )
 
 
+def _window(hf: HfConfig) -> int | None:
+    """The window, where it is shorter than the context; null says that there is none."""
+    if hf.values["sliding_window"] is None:
+        return None
+    window = hf.integer("sliding_window")
+    return window if window < hf.integer("max_position_embeddings") else None
+
+
 def hf_keys(config: ModelConfig) -> dict[str, Any]:
-    """What LlamaConfig has beyond the keys of all families."""
-    return {"hidden_act": config.activation, "mlp_bias": config.mlp_bias}
+    """What LlamaConfig, or MistralConfig where there is a window, has beyond the keys of all families."""
+    window = config.layers[0].sliding_window
+    if window is None:
+        return {"hidden_act": config.activation, "mlp_bias": config.mlp_bias}
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    return {**mistral, "hidden_act": config.activation, "sliding_window": window}
+
+
+def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
+    """A window makes it a Mistral: Llama has none."""
+    return {**config, "model_type": "mistral"} if config.get("sliding_window") else config
 
 
 FAMILY = Family(
     name="llama",
-    model_types=("llama",),
+    model_types=("llama", "mistral"),
     read_config=read_config,
     gguf_arch="llama",
     gguf_names=GgufNames(
@@ -55,4 +84,5 @@ FAMILY = Family(
     ),
     hf_class="LlamaForCausalLM",
     hf_keys=hf_keys,
+    complete_gguf=complete_gguf,
 )

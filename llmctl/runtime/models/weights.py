@@ -33,7 +33,10 @@ from llmctl.runtime.models.registry import family_by_gguf_arch, family_by_model_
 
 # Multimodal folders nest the language model; the rest of such a checkpoint is not part of a text model.
 _NESTED = re.compile(r"^(?:language_model\.model|model\.language_model)\.")
-_NOT_TEXT = re.compile(r"(?:^|\.)(?:vision_tower|vision_model|multi_modal_projector|embed_vision|audio_tower)\.")
+_NOT_TEXT = re.compile(
+    r"(?:^|\.)(?:vision_tower|vision_model|vision_encoder|visual|multi_modal_projector|mm_projector|vision_language_adapter"
+    r"|patch_merger|embed_vision|embed_audio|audio_tower|audio_model|audio_projector)\."
+)
 # Buffers that old folders saved beside the weights; they are computed here.
 _BUFFERS = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$")
 _WEIGHT_FORMATS = ("F64", "F32", "F16", "BF16")
