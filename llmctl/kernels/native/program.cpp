@@ -4,8 +4,6 @@
 #include <cmath>
 #include <cstring>
 
-#include "quantized_rows.hpp"
-
 namespace llmctl {
 namespace {
 
@@ -100,7 +98,6 @@ struct Program::MatrixPhase : Program::Phase {
 
   int64_t num_rows = -1, columns = 0, block = 0;
   bool own_rows = false;
-  QuantizedRows shared;
   struct Chunk {
     int segment;
     int64_t first_tile, last_tile;
@@ -134,7 +131,7 @@ struct Program::MatrixPhase : Program::Phase {
     if (input >= 0) {
       block = std::max<int64_t>(64, kCodesInCache / padded_columns(columns) / 16 * 16);
       block = std::min(block, std::max<int64_t>(num_rows, 1));
-      if (needs_codes && !own_rows) shared.reserve(num_rows, columns);
+      if (needs_codes && !own_rows) program.quantized_.reserve(num_rows, columns);
       list_chunks(program);
     }
     for (auto& worker : program.workers_) reserve(program, *worker);
@@ -219,7 +216,7 @@ struct Program::MatrixPhase : Program::Phase {
     for (int64_t first; (first = next_rows.fetch_add(step)) < num_rows;) {
       program.look_up(worker);
       for (int64_t row = first; row < std::min(first + step, num_rows); row++)
-        compute_row(program, worker, row, true, shared);
+        compute_row(program, worker, row, true, program.quantized_);
     }
   }
 
@@ -246,7 +243,7 @@ struct Program::MatrixPhase : Program::Phase {
 
   Activations activations(Program& program, Worker& worker, const PackedMatrix& matrix, int64_t first, int64_t count) {
     if (program.int8_ && !is_plain(matrix.layout))
-      return (own_rows ? worker.quantized : shared).rows(first, count, columns);
+      return (own_rows ? worker.quantized : program.quantized_).rows(first, count, columns);
     return {count, columns, padded_columns(columns), worker.view[input] + first * columns, columns, nullptr, nullptr, nullptr};
   }
 
@@ -547,12 +544,10 @@ void Program::look_up(const Worker& worker) {
 }
 
 int64_t Program::bytes() const {
-  int64_t total = partials_.bytes();
+  int64_t total = partials_.bytes() + quantized_.bytes();
   for (const Buffer& buffer : buffers_) total += buffer.data.bytes();
   for (const auto& w : workers_)
     total += w->rows.bytes() + w->quantized.bytes() + w->chunk.bytes() + w->chunk_up.bytes() + w->attention.bytes();
-  for (const auto& phase : phases_)
-    if (auto* matrix = dynamic_cast<MatrixPhase*>(phase.get())) total += matrix->shared.bytes();
   return total;
 }
 

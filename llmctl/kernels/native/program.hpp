@@ -19,6 +19,7 @@
 #include "aligned.hpp"
 #include "attention.hpp"
 #include "kernels.hpp"
+#include "quantized_rows.hpp"
 #include "thread_pool.hpp"
 
 namespace llmctl {
@@ -157,6 +158,7 @@ class Program {
   std::vector<std::unique_ptr<Phase>> phases_;
   std::vector<SharedPlan> plans_;
   AlignedArray<float> partials_;
+  QuantizedRows quantized_;   // the phase at hand's, where the workers share its rows
   std::vector<std::unique_ptr<Worker>> workers_;
   bool timed_ = false;
   std::vector<PhaseTime> times_;
