@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     try:
-        from llmctl.commands import console
+        from llmctl.commands import console, failures  # noqa: F401 (where memory ran out it could not be imported any more)
 
         console.prepare_streams()
         code = _invoke(list(arguments))

@@ -8,6 +8,7 @@ import sys
 from llmctl.commands import console
 from llmctl.errors import LlmctlError, OutputError
 
+_UNMAPPED = ("failed to map segment", "annot allocate memory", "cannot map zero-fill")
 FAILED, WRONG_USAGE, INTERRUPTED, READER_LEFT = 1, 2, 130, 141
 
 
@@ -42,10 +43,16 @@ def _explain(failure: BaseException) -> int:
     if isinstance(failure, OSError):
         console.error(_describe_os_error(failure))
         return FAILED
-    if isinstance(failure, MemoryError):
+    if isinstance(failure, MemoryError) or _is_unmapped(failure):
+        failure.__traceback__ = None  # its frames hold the model, and the message needs memory as well
         console.error("not enough memory")
         return FAILED
     return _explain_typer(failure)
+
+
+def _is_unmapped(failure: BaseException) -> bool:
+    """True for a library that found no room in the address space, which the loader calls an import error."""
+    return isinstance(failure, ImportError) and any(words in str(failure) for words in _UNMAPPED)
 
 
 def _explain_typer(failure: BaseException) -> int:

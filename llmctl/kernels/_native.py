@@ -53,7 +53,7 @@ class NativeOps:
 
     def __init__(self, threads: int, activations: str = "int8") -> None:
         self.threads, self.activations = threads, activations
-        self._pool = _native.ThreadPool(threads)
+        self._pool = _start_threads(threads)
         self._graph: Graph | None = None
         self._interrupted = False
 
@@ -71,7 +71,9 @@ class NativeOps:
             return _native.KvPages(num_blocks, num_kv_heads, padded, kv_type)
         except MemoryError as error:
             wanted = num_blocks * block_size * num_kv_heads * padded
-            raise OutOfMemoryError(f"a KV cache of {wanted} {kv_type} numbers could not be allocated") from error
+            raise OutOfMemoryError(
+                f"no memory for the KV cache ({2 * wanted} {kv_type} numbers in each layer): --ctx-size makes it smaller"
+            ) from error
 
     def compile(
         self, forward: Callable[[BatchDescription, Value], Value], rotary_halves: list[int]
@@ -87,18 +89,23 @@ class NativeOps:
 
         def run(batch: BatchDescription, rows: np.ndarray) -> np.ndarray:
             self._interrupted = False
-            return program.run(
-                batch.token_ids,
-                batch.positions,
-                batch.slot_mapping,
-                rows,
-                batch.cu_seqlens_q,
-                batch.context_lens,
-                batch.block_tables,
-                batch.inv_freqs,
-                result,
-                self._poll_for(len(batch.token_ids)),
-            )
+            try:
+                return program.run(
+                    batch.token_ids,
+                    batch.positions,
+                    batch.slot_mapping,
+                    rows,
+                    batch.cu_seqlens_q,
+                    batch.context_lens,
+                    batch.block_tables,
+                    batch.inv_freqs,
+                    result,
+                    self._poll_for(len(batch.token_ids)),
+                )
+            except MemoryError as error:
+                raise OutOfMemoryError(
+                    f"no memory to compute {len(batch.token_ids)} tokens at once: close other programs, or take a smaller model"
+                ) from error
 
         return run
 
@@ -190,6 +197,15 @@ class NativeOps:
     def take_rows(self, x: Value, rows: Any) -> Value:
         assert rows is _WANTED, rows
         return self._record("take_rows", (x,), x.shape, is_rows=True)[0]
+
+
+def _start_threads(threads: int) -> Any:
+    try:
+        return _native.ThreadPool(threads)
+    except (MemoryError, RuntimeError) as error:
+        raise OutOfMemoryError(
+            f"{threads} threads could not be started ({error}): ask for fewer with --threads, or raise the limits (ulimit -u, -v)"
+        ) from error
 
 
 def _symbolic_batch(graph: Graph, rotary_halves: list[int]) -> BatchDescription:

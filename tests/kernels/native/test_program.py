@@ -7,11 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from llmctl.errors import OutOfMemoryError
+from llmctl.kernels import _native as native_ops
 from llmctl.kernels.native import _native
 from llmctl.kernels.ops import StepInterrupted
 
@@ -237,3 +240,19 @@ def test_a_signal_handler_ends_a_long_step() -> None:
         assert time.monotonic() - begin < 2
     finally:
         signal.signal(signal.SIGALRM, previous)
+
+
+def test_a_step_without_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broke:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def run(self, *_: Any) -> None:
+            raise MemoryError
+
+    monkeypatch.setattr(native_ops._native, "Program", Broke)
+    monkeypatch.setattr(native_ops, "build", lambda *_: 0)
+    run = native_ops.NativeOps(1).compile(lambda batch, rows: None, [])
+    batch = native_ops._symbolic_batch(native_ops.Graph(), [])
+    with pytest.raises(OutOfMemoryError, match="no memory to compute 7 tokens at once"):
+        run(replace(batch, token_ids=np.zeros(7, np.int64)), np.zeros(1, np.int64))
