@@ -256,3 +256,42 @@ def test_a_step_without_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = native_ops._symbolic_batch(native_ops.Graph(), [])
     with pytest.raises(OutOfMemoryError, match="no memory to compute 7 tokens at once"):
         run(replace(batch, token_ids=np.zeros(7, np.int64)), np.zeros(1, np.int64))
+
+
+def product(program: Any, columns: int, rows: int) -> tuple[Any, int]:
+    """A segment of random Q8_0 weights and the buffer it writes."""
+    random, blocks = np.random.default_rng(rows), columns // 32
+    stored = np.empty((rows, blocks, 34), np.uint8)
+    stored[..., :2] = np.full((rows, blocks, 1), 0.01, np.float16).view(np.uint8)
+    stored[..., 2:] = random.integers(0, 256, (rows, blocks, 32))
+    weight = _native.PackedWeight("Q8_0", rows, columns)
+    weight.store(stored.reshape(rows, -1))
+    segment = _native.Segment()
+    segment.set_matrix(weight)
+    segment.out = program.add_buffer(rows, False)
+    return segment, segment.out
+
+
+@pytest.mark.parametrize("int8", [True, False])
+def test_products_have_the_same_bits_for_any_threads(int8: bool) -> None:
+    """Few rows, which every worker computes for itself, and many, which are shared out."""
+
+    def outputs(threads: int, tokens: int) -> np.ndarray:
+        program = _native.Program(_native.ThreadPool(threads), int8)
+        table = _native.PackedWeight("F32", IDS, 64)
+        table.store(np.random.default_rng(1).normal(size=(IDS, 64)).astype(np.float32).view(np.uint8))
+        op = _native.RowOp(_native.RowKind.Embedding)
+        op.out = program.add_buffer(64, False)
+        op.set_table(table)
+        wide, wide_out = product(program, 64, 1024)
+        narrow, result = product(program, 1024, 48)
+        program.add_matrix_phase(False, [op], op.out, [wide])
+        program.add_matrix_phase(False, [], wide_out, [narrow])
+        ids, all_rows = np.arange(tokens) % IDS, np.arange(tokens)
+        return program.run(ids, ids, ids, all_rows, [0, tokens], [tokens], [np.arange(tokens)], [], result).copy()
+
+    for tokens in (1, 3, 40, 200):
+        alone = outputs(1, tokens)
+        assert np.isfinite(alone).all()
+        for threads in (2, 3):
+            np.testing.assert_array_equal(outputs(threads, tokens), alone)
