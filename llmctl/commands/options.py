@@ -79,7 +79,7 @@ KvTypeOption = Annotated[
         "--kv-type",
         case_sensitive=False,
         help="Element type of the KV cache.",
-        show_default="native f16, with AMX bf16; reference f32",
+        show_default="native bf16 where the processor multiplies it, else f16; reference f32",
     ),
 ]
 ActivationsOption = Annotated[
