@@ -31,9 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     try:
-        from llmctl.commands import console, failures  # noqa: F401 (where memory ran out it could not be imported any more)
+        from llmctl.commands import console, failures, limits  # noqa: F401 (failures: no memory may be left to import it later)
 
         console.prepare_streams()
+        limits.require_address_space()
         code = _invoke(list(arguments))
         console.finish()
         return code
