@@ -21,7 +21,8 @@ from llmctl.commands.conversion import (
 )
 from llmctl.commands.options import JsonOption, QuietOption, VerboseOption, complete_model
 
-_TARGETS = ("gguf", "safetensors")
+_PACKED = ("gptq", "awq", "compressed-tensors")
+_TARGETS = ("gguf", "safetensors", *_PACKED)
 
 
 def convert(
@@ -35,7 +36,12 @@ def convert(
     ],
     output: OutputOption = None,
     to: Annotated[
-        str, typer.Option("--to", metavar="FORMAT", help="gguf: a file; safetensors: a Hugging Face folder.")
+        str,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="gguf: a file; safetensors: a Hugging Face folder; gptq, awq, compressed-tensors: one of them as another.",
+        ),
     ] = "gguf",
     type: Annotated[
         str,
@@ -62,6 +68,9 @@ def convert(
         raise UnsupportedError(f"--to {to}: only {', '.join(_TARGETS)} can be written yet")
     if to.lower() == "safetensors":
         _to_folder(source, output, type, split_max_size, pre, drop_surplus, dry_run=dry_run, force=force, json=json)
+        return
+    if to.lower() in _PACKED:
+        _to_packed(source, output, to.lower(), type, split_max_size, pre, drop_surplus, dry_run=dry_run, force=force, json=json)
         return
     recipe = recipe_by_name(type)
     path = resolve_model(source, progress=console.progress)
@@ -99,3 +108,26 @@ def _to_folder(
     limit = size_in_bytes(split_max_size)
     path = resolve_model(source, progress=console.progress)
     carry_out_folder(FolderRequest(path, type, {"command": "convert", "input": str(path)}, output, limit, **flags))
+
+
+def _to_packed(
+    source: str,
+    output: Path | None,
+    target: str,
+    type: str,
+    split_max_size: str | None,
+    pre: str | None,
+    drop_surplus: bool,
+    **flags: bool,
+) -> None:
+    from llmctl.commands.conversion_packed import PackedRequest, carry_out_packed
+    from llmctl.errors import UsageError
+    from llmctl.runtime.store import resolve_model
+
+    if pre is not None or drop_surplus:
+        raise UsageError("--pre and --drop-surplus are for writing GGUF files")
+    if type.lower() != "auto":
+        raise UsageError(f"--type {type}: --to {target} keeps the codes as they are; leave --type out")
+    limit = size_in_bytes(split_max_size)
+    path = resolve_model(source, progress=console.progress)
+    carry_out_packed(PackedRequest(path, target, {"command": "convert", "input": str(path)}, output, limit, **flags))

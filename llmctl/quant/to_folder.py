@@ -42,7 +42,7 @@ from llmctl.runtime.tokenizer.same_ids import find_library_difference
 AUTO = "auto"
 _CHUNK_ELEMENTS = 1 << 22  # 16 MiB as float32: what is unfolded at once, whatever the size of the tensor
 # Files of a folder that say something about the model and are taken over as they are.
-_TAKEN_OVER = (
+TAKEN_OVER = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -182,7 +182,7 @@ def _files_of_gguf(checkpoint: GgufCheckpoint, weights: ModelWeights, form: Form
 
 def _files_of_folder(checkpoint: SafetensorsCheckpoint, weights: ModelWeights, form: Format) -> Files:
     """Its own files; of a multimodal model the config of the text part, which is all that is written."""
-    found = {path for pattern in _TAKEN_OVER for path in checkpoint.folder.glob(pattern) if path.is_file()}
+    found = {path for pattern in TAKEN_OVER for path in checkpoint.folder.glob(pattern) if path.is_file()}
     files = {str(path.relative_to(checkpoint.folder)): path.read_bytes() for path in sorted(found)}
     config = dict(weights.hf_config)
     nested = config.get("text_config")

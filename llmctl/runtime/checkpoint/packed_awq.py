@@ -30,6 +30,7 @@ class AwqReader:
             raise UnsupportedError(f"{settings.where}: AWQ codes have 4 bits, found {settings.bits()}")
         self.group_size = settings.group_size()
         self.unquantized = _names(settings)
+        self.has_zeros = settings.flag("zero_point", True)
 
     def module(self, parts: Parts) -> PackedModule:
         """The module of these parts, its shapes checked. Nothing but headers is read."""
@@ -50,7 +51,8 @@ class AwqReader:
         why = f"4-bit codes of {rows} x {columns} weights in groups of {self.group_size}"
         parts.check("qweight", CODES, (columns, rows // _PER_WORD), why)
         parts.check("scales", FLOATS, (columns // size, rows), why)
-        parts.check("qzeros", CODES, (columns // size, rows // _PER_WORD), why)
+        if self.has_zeros or parts.has("qzeros"):
+            parts.check("qzeros", CODES, (columns // size, rows // _PER_WORD), why)
         shape = (rows, columns)
         return PackedModule(
             name=parts.name("weight"),
@@ -63,9 +65,15 @@ class AwqReader:
 
     def _read(self, parts: Parts, shape: tuple[int, int]) -> StoredIntegers:
         scales = check_scales(parts.where("scales"), parts.read("scales"))
-        zeros = np.ascontiguousarray(awq_columns(parts.words("qzeros")).T)
-        words = awq_rows(parts.words("qweight"))
-        return StoredIntegers(4, self.group_size, shape, words, np.ascontiguousarray(scales.T), zeros).simplified()
+        zeros = np.ascontiguousarray(awq_columns(parts.words("qzeros")).T) if parts.has("qzeros") else None
+        return StoredIntegers(
+            bits=4,
+            group_size=self.group_size,
+            shape=shape,
+            load_words=lambda: awq_rows(parts.words("qweight")),
+            scales=np.ascontiguousarray(scales.T),
+            zero_points=zeros,
+        ).simplified()
 
 
 def _names(settings: Settings) -> list[str]:

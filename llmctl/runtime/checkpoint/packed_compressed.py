@@ -142,9 +142,15 @@ class CompressedTensorsReader:
         scales = check_scales(parts.where("weight_scale"), np.atleast_2d(parts.read("weight_scale")))
         scales = np.ascontiguousarray(np.broadcast_to(scales, (shape[0], groups)))
         zeros = None if scheme.symmetric else _zero_points(parts, bits, (shape[0], groups))
-        words = _words(parts, bits, shape[1])
-        g_idx = _g_idx(parts, groups) if parts.has("weight_g_idx") else None
-        return StoredIntegers(bits, _size(scheme), shape, words, scales, zeros, g_idx).simplified()
+        return StoredIntegers(
+            bits=bits,
+            group_size=_size(scheme),
+            shape=shape,
+            load_words=lambda: _words(parts, bits, shape[1]),
+            scales=scales,
+            zero_points=zeros,
+            g_idx=_g_idx(parts, groups) if parts.has("weight_g_idx") else None,
+        ).simplified()
 
 
 def _size(scheme: Scheme) -> int:

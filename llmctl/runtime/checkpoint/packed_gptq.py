@@ -81,9 +81,16 @@ class GptqReader:
     def _read(self, parts: Parts, shape: tuple[int, int], bits: int, group_size: int) -> StoredIntegers:
         scales = check_scales(parts.where("scales"), parts.read("scales"))
         g_idx = check_g_idx(parts.where("g_idx"), parts.read("g_idx"), len(scales)) if parts.has("g_idx") else None
-        words = np.ascontiguousarray(parts.words("qweight").T)
         zeros = self._zero_points(parts, bits, shape[0])
-        stored = StoredIntegers(bits, group_size, shape, words, np.ascontiguousarray(scales.T), zeros, g_idx).simplified()
+        stored = StoredIntegers(
+            bits=bits,
+            group_size=group_size,
+            shape=shape,
+            load_words=lambda: np.ascontiguousarray(parts.words("qweight").T),
+            scales=np.ascontiguousarray(scales.T),
+            zero_points=zeros,
+            g_idx=g_idx,
+        ).simplified()
         if self.symmetric and self.states_symmetry and stored.zero_points is not None:
             self._say_once(parts, f"not all are {stored.symmetric_zero}, though the config says sym: they are used as stored")
         return stored

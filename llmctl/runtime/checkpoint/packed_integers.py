@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -20,7 +21,7 @@ class StoredIntegers:
     """value[n, k] = scales[n, g] · (code[n, k] − zero_points[n, g]) with g = g_idx[k]; every bit that the file has, no more.
 
     bits: 2 to 8. group_size: columns of a group, −1 for the whole row. shape: (out_features, in_features).
-    words: uint32 (out_features, words_for(in_features, bits)), the codes of each row as a stream (packed_bits).
+    load_words: reads the codes, the streams of all rows (packed_bits), when they are wanted.
     scales: float16, bfloat16 or float32 (out_features, groups), of either sign.
     zero_points: uint8 like scales; None for symmetric codes, whose zero is 2^(bits − 1).
     g_idx: int32 (in_features,), None where it is k // group_size.
@@ -29,10 +30,15 @@ class StoredIntegers:
     bits: int
     group_size: int
     shape: tuple[int, int]
-    words: np.ndarray
+    load_words: Callable[[], np.ndarray]
     scales: np.ndarray
     zero_points: np.ndarray | None = None
     g_idx: np.ndarray | None = None
+
+    @property
+    def words(self) -> np.ndarray:
+        """uint32 (out_features, words_for(in_features, bits)); read anew every time."""
+        return self.load_words()
 
     @property
     def symmetric_zero(self) -> int:

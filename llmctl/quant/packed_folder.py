@@ -1,0 +1,179 @@
+"""A folder of packed integers as another: GPTQ, AWQ and compressed-tensors into each other, without a change to any value.
+
+Scales, zero points and group indices are read to plan it, which tells whether it can be done; codes are read one module at a
+time. Everything that is not quantized is copied as it is, so the architecture need not be one that can be run here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmctl.errors import UnsupportedError
+from llmctl.kernels.formats.spec import Format
+from llmctl.quant.naming import file_name
+from llmctl.quant.packed_layouts import LAYOUTS, Layout, why_not_together
+from llmctl.quant.to_folder import TAKEN_OVER, Progress
+from llmctl.runtime.checkpoint import open_checkpoint
+from llmctl.runtime.checkpoint.dtypes import format_of
+from llmctl.runtime.checkpoint.output_folder import OutputFolder, check_folder, refuse_inside
+from llmctl.runtime.checkpoint.packed import PackedTensors, find_packed
+from llmctl.runtime.checkpoint.packed_integers import StoredIntegers
+from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
+from llmctl.runtime.checkpoint.safetensors_writer import SafetensorsWriter
+from llmctl.runtime.checkpoint.text import quoted
+
+_CONFIG_KEYS = ("quantization_config", "compression_config")
+
+
+@dataclass
+class PackedPlan:
+    """Everything that will be written.
+
+    modules: the quantized ones by name. plain: names of the tensors copied as they are. files: name → content of the small
+    files. source: how the modules are stored now. name: of the folder, if none is asked for.
+    """
+
+    checkpoint: SafetensorsCheckpoint
+    layout: Layout
+    source: str
+    modules: dict[str, StoredIntegers]
+    plain: list[str]
+    files: dict[str, bytes]
+    name: str
+    warnings: list[str] = field(default_factory=list)
+
+    def declared(self) -> list[tuple[str, Format, tuple[int, ...]]]:
+        """Name, type and shape of every tensor, in the order of the file."""
+        entries = [self.checkpoint.entry(name) for name in self.plain]
+        found = [(entry.name, entry.format, entry.shape) for entry in entries]
+        for module, stored in self.modules.items():
+            for suffix, tensor in _shapes(self.layout, stored, self.modules).items():
+                found.append((f"{module}.{suffix}", format_of(tensor), tensor.shape))
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as they will be."""
+        return sum(int(np.prod(shape)) * form.bytes_per_block for _, form, shape in self.declared())
+
+
+def _shapes(layout: Layout, stored: StoredIntegers, modules: dict[str, StoredIntegers]) -> dict[str, np.ndarray]:
+    """The tensors of a module with no codes in them: for their shapes and types."""
+    rows, columns = stored.shape
+    blank = np.broadcast_to(np.zeros((), np.uint32), (rows, -(-columns * stored.bits // 32)))
+    empty = StoredIntegers(stored.bits, stored.group_size, stored.shape, lambda: np.ascontiguousarray(blank), stored.scales,
+                           stored.zero_points, stored.g_idx)  # fmt: skip
+    return layout.tensors(empty, modules)
+
+
+def plan_packed(path: Path, target: str) -> PackedPlan:
+    """What the folder at `path` becomes. target: a name of LAYOUTS.
+
+    Raises UnsupportedError, with the reason and the tensor, where it cannot be done without a change to the values; FormatError
+    and ModelNotFoundError as any reader.
+    """
+    layout, checkpoint = LAYOUTS[target], open_checkpoint(path)
+    if not isinstance(checkpoint, SafetensorsCheckpoint):
+        raise UnsupportedError(f"{path}: {layout.name} is made from folders of packed integers; this is a {checkpoint.kind} file")
+    found = find_packed(checkpoint)
+    if not found.modules:
+        raise UnsupportedError(f"{path}: no weight here is quantized; llmctl quantize makes a smaller model of it")
+    modules = {name.removesuffix(".weight"): _integers(path, layout, found, name) for name in found.modules}
+    for module, stored in modules.items():
+        if reason := layout.why_not(module, stored):
+            raise UnsupportedError(f"{path}: module {quoted(module)} cannot be stored as {layout.name}: {reason}")
+    if reason := why_not_together(layout, modules):
+        raise UnsupportedError(f"{path}: cannot be stored as {layout.name}: {reason}")
+    plain = [name for name in checkpoint.names() if name not in found.parts]
+    config = layout.config(modules, _unquantized(checkpoint, plain))
+    source = found.settings.method if found.settings else "unknown"
+    name = file_name({}, path, layout.label, suffix="")
+    warnings = _warnings(layout, modules)
+    return PackedPlan(checkpoint, layout, source, modules, plain, _files(checkpoint, layout, config), name, warnings)
+
+
+def _integers(path: Path, layout: Layout, found: PackedTensors, name: str) -> StoredIntegers:
+    module = found.modules[name]
+    stored = module.read() if module.form.startswith("INT") else None
+    if not isinstance(stored, StoredIntegers):
+        raise UnsupportedError(f"{path}: tensor {quoted(module.parts[0])} holds {module.form}, {layout.name} is of whole numbers")
+    return stored
+
+
+def _unquantized(checkpoint: SafetensorsCheckpoint, plain: list[str]) -> list[str]:
+    """Modules with a matrix that is not quantized, the embedding apart, which no tool expects to be."""
+    matrices = [name for name in plain if name.endswith(".weight") and len(checkpoint.entry(name).shape) == 2]
+    return [name.removesuffix(".weight") for name in matrices if "embed" not in name.rpartition(".")[0].rpartition(".")[2]]
+
+
+def _warnings(layout: Layout, modules: dict[str, StoredIntegers]) -> list[str]:
+    if layout.name == "compressed-tensors" and any(stored.g_idx is not None for stored in modules.values()):
+        return ["activation order is written as weight_g_idx, which vLLM reads and compressed-tensors itself no longer does"]
+    return []
+
+
+def _files(checkpoint: SafetensorsCheckpoint, layout: Layout, config: dict[str, Any]) -> dict[str, bytes]:
+    taken = {path for pattern in TAKEN_OVER for path in checkpoint.folder.glob(pattern) if path.is_file()}
+    files = {str(path.relative_to(checkpoint.folder)): path.read_bytes() for path in sorted(taken)}
+    stated = {key: value for key, value in checkpoint.config.items() if key not in _CONFIG_KEYS}
+    files["config.json"] = _json({**stated, "quantization_config": config})
+    if layout.name == "gptq":
+        files["quantize_config.json"] = _json(config)
+    return files
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, indent=2, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
+
+def packed_path(plan: PackedPlan, asked: Path | None, *, force: bool) -> Path:
+    """Where the folder goes: as asked, or its conventional name in the current folder. OutputError if it cannot."""
+    output = asked if asked is not None else Path(plan.name)
+    refuse_inside([*plan.checkpoint.files, plan.checkpoint.folder], output)
+    check_folder(output, replace=force)
+    return output
+
+
+def write_packed(
+    plan: PackedPlan,
+    output: Path,
+    *,
+    max_shard_bytes: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> int:
+    """Write the folder, whole at its name or not at all; bytes of all its files.
+
+    max_shard_bytes: most bytes of tensors in a file; None for one file. progress: called with (bytes done, bytes in all).
+    """
+    total, done = plan.nbytes, 0
+    with OutputFolder(output, replace=force) as folder:
+        folder.require(total + sum(map(len, plan.files.values())))
+        with SafetensorsWriter(folder.work, max_shard_bytes=max_shard_bytes) as writer:
+            for declared in plan.declared():
+                writer.declare(*declared)
+            for name, tensor in _tensors(plan):
+                writer.write(name, [tensor])
+                done += tensor.nbytes
+                if progress is not None:
+                    progress(done, total)
+        for name, data in plan.files.items():
+            folder.write_file(name, data)
+    return sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+
+
+def _tensors(plan: PackedPlan) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, tensor) in the order of `declared`; what was written leaves memory."""
+    for name in plan.plain:
+        yield name, plan.checkpoint.read(name)
+        plan.checkpoint.release(name)
+    for module, stored in plan.modules.items():
+        for suffix, tensor in plan.layout.tensors(stored, plan.modules).items():
+            yield f"{module}.{suffix}", tensor
+        plan.checkpoint.release_all()
