@@ -14,6 +14,7 @@ import numpy as np
 
 from llmctl.errors import LlmctlError, UnsupportedError
 from llmctl.kernels.formats.codecs import dequantize
+from llmctl.kernels.formats.plain import shifted
 from llmctl.kernels.formats.spec import FORMATS
 from llmctl.quant.expressible import check_expressible
 from llmctl.quant.left_out import left_out_of
@@ -119,7 +120,7 @@ def _reader(weights: ModelWeights, name: str) -> Callable[[], Tensor]:
         heads = config.num_kv_heads if heads_key == "num_key_value_heads" else config.num_heads
         return lambda: interleave_rows(weights.read(name), heads)
     if spelling.has_offset_norm(name):
-        return lambda: dequantize(weights.read(name)) + np.float32(1)
+        return lambda: shifted(dequantize(weights.read(name)), 1)
     return lambda: weights.read(name)
 
 

@@ -42,11 +42,17 @@ def widen(array: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         return array
     if out is None:
         out = np.empty(array.shape, np.float32)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # invalid: signalling NaN, which a damaged file may hold
         out[...] = array
     if array.dtype == np.float64:
         _refuse_lost(array, np.isinf(out) & np.isfinite(array), "F32")
     return out
+
+
+def shifted(values: np.ndarray, offset: float) -> np.ndarray:
+    """float32 values + offset, for norms stored off by one; NaN of any kind stays one, without a warning."""
+    with np.errstate(invalid="ignore"):
+        return values + np.float32(offset)
 
 
 def finite_f32(array: np.ndarray, first_row: int = 0) -> np.ndarray:

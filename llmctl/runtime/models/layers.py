@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from llmctl.errors import FormatError
 from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.formats.codecs import dequantize
+from llmctl.kernels.formats.plain import shifted
 from llmctl.kernels.ops import Array, Ops
 from llmctl.runtime.cache.kv_cache import KvCache
 from llmctl.runtime.models.config import LayerConfig, ModelConfig
@@ -48,7 +47,7 @@ class Norm:
     def __init__(self, ops: Ops, config: ModelConfig, weights: ModelWeights, name: str, size: int | None = None) -> None:
         vector = dequantize(_checked(weights, f"{name}.weight", (size or config.hidden_size,)))
         self.ops, self.eps = ops, config.rms_norm_eps
-        self.weight = ops.prepare_vector(vector + np.float32(config.norm_offset), "float32")
+        self.weight = ops.prepare_vector(shifted(vector, config.norm_offset), "float32")
 
     def forward(self, x: Array) -> Array:
         """x [..., size] → the same shape."""

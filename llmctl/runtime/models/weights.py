@@ -18,6 +18,7 @@ from llmctl.errors import FormatError, LlmctlError, UnsupportedError
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.conversion import converted_bytes
 from llmctl.kernels.formats.packed_int import PackedIntTensor
+from llmctl.kernels.formats.plain import shifted
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.runtime.checkpoint.checkpoint import TensorEntry
 from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
@@ -207,7 +208,7 @@ class _GgufSource:
             fits = len(tensor.shape) > 0 and tensor.shape[0] == heads * self.config.head_dim
             return deinterleave_rows(tensor, heads) if fits else tensor
         if spelling.has_offset_norm(name):
-            return dequantize(tensor) - np.float32(1)
+            return shifted(dequantize(tensor), -1)
         return tensor
 
 
