@@ -295,3 +295,17 @@ def test_products_have_the_same_bits_for_any_threads(int8: bool) -> None:
         assert np.isfinite(alone).all()
         for threads in (2, 3):
             np.testing.assert_array_equal(outputs(threads, tokens), alone)
+
+
+def test_only_long_steps_of_the_main_thread_are_interrupted() -> None:
+    """Others would stop for the GIL, and run no signal handler."""
+    ops, polls = native_ops.NativeOps(1), []
+    thread = threading.Thread(target=lambda: polls.append(ops._poll_for(512)))
+    thread.start()
+    thread.join()
+    assert (polls, ops._poll_for(4)) == ([None], None)
+    poll = ops._poll_for(5)
+    poll()
+    ops.interrupt()
+    with pytest.raises(StepInterrupted):
+        poll()
