@@ -38,6 +38,15 @@ SplitOption = Annotated[
     str | None,
     typer.Option("--split-max-size", metavar="SIZE", help="Most bytes of weights in a file: 500M, 2G.", show_default="one file"),
 ]
+ImatrixOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--imatrix",
+        metavar="FILE",
+        help="Importance matrix of llama-imatrix, GGUF or .dat: which columns rounding must spare.",
+        show_default=False,
+    ),
+]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]?)B?", re.IGNORECASE)
@@ -58,6 +67,7 @@ class Request:
     report: Path | None = None
     pure: bool = False
     measure: bool = False
+    imatrix: Path | None = None
     pre: str | None = None
     drop_surplus: bool = False
     max_shard_bytes: int | None = None
@@ -82,6 +92,7 @@ def size_in_bytes(text: str | None) -> int | None:
 def carry_out(request: Request) -> None:
     """Plan and, unless it is a dry run, write; the result goes to stdout, all else to stderr."""
     from llmctl.quant.convert import check_target, make_plan, output_path, plan_warnings, write
+    from llmctl.quant.imatrix import read_imatrix
     from llmctl.quant.source import open_source
 
     started = time.perf_counter()
@@ -90,7 +101,8 @@ def carry_out(request: Request) -> None:
             check_target(target, force=request.force)
     console.detail(f"Reading {request.source}")
     source = open_source(request.source, pre=request.pre, drop_surplus=request.drop_surplus)
-    plan = make_plan(source, request.recipe, pure=request.pure)
+    importance = read_imatrix(request.imatrix) if request.imatrix is not None else None
+    plan = make_plan(source, request.recipe, pure=request.pure, importance=importance)
     output = output_path(
         plan, request.output, force=request.force or request.dry_run, max_shard_bytes=request.max_shard_bytes
     )

@@ -12,6 +12,7 @@ from llmctl.commands.conversion import (
     DropSurplusOption,
     DryRunOption,
     ForceOption,
+    ImatrixOption,
     OutputOption,
     PreOption,
     Request,
@@ -45,8 +46,14 @@ def convert(
     ] = "gguf",
     type: Annotated[
         str,
-        typer.Option("--type", metavar="TYPE", help="auto keeps the source's; F32, F16, BF16, Q8_0, Q5_1, Q5_0, Q4_1, Q4_0."),
+        typer.Option(
+            "--type",
+            metavar="TYPE",
+            help="auto keeps the source's; F32, F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_K_S, Q4_K_M, Q4_K_S, Q3_K_L, Q3_K_M, Q3_K_S, "
+            "Q2_K, Q2_K_S, Q5_1, Q5_0, Q4_1, Q4_0, IQ4_NL, MXFP4, MXFP4_MOE.",
+        ),
     ] = "auto",
+    imatrix: ImatrixOption = None,
     split_max_size: SplitOption = None,
     pre: PreOption = None,
     drop_surplus: DropSurplusOption = False,
@@ -67,6 +74,7 @@ def convert(
     if to.lower() not in _TARGETS:
         raise UnsupportedError(f"--to {to}: only {', '.join(_TARGETS)} can be written yet")
     if to.lower() == "safetensors":
+        _refuse_imatrix(imatrix)
         _to_folder(source, output, type, split_max_size, pre, drop_surplus, dry_run=dry_run, force=force, json=json)
         return
     if to.lower() in _PACKED:
@@ -78,8 +86,9 @@ def convert(
         Request(
             path,
             recipe,
-            {"command": "convert", "input": str(path)},
+            {"command": "convert", "input": str(path), "imatrix": str(imatrix) if imatrix else None},
             output=output,
+            imatrix=imatrix,
             pre=pre,
             drop_surplus=drop_surplus,
             max_shard_bytes=size_in_bytes(split_max_size),
@@ -88,6 +97,13 @@ def convert(
             json=json,
         )
     )
+
+
+def _refuse_imatrix(imatrix: Path | None) -> None:
+    from llmctl.errors import UsageError
+
+    if imatrix is not None:
+        raise UsageError("--imatrix is for writing GGUF files")
 
 
 def _to_folder(

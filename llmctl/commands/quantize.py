@@ -12,6 +12,7 @@ from llmctl.commands.conversion import (
     DropSurplusOption,
     DryRunOption,
     ForceOption,
+    ImatrixOption,
     OutputOption,
     PreOption,
     Request,
@@ -37,10 +38,11 @@ def quantize(
         int | None, typer.Option("--bits", "-b", metavar="4|8", help="Bits a weight: 4 is Q4_0, 8 is Q8_0.", show_default="4")
     ] = None,
     type: Annotated[
-        str | None, typer.Option("--type", metavar="TYPE", help="Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0.", show_default="by --bits")
+        str | None, typer.Option("--type", metavar="TYPE", help="Q4_K_M, Q8_0 …: see llmctl convert.", show_default="by --bits")
     ] = None,
     output: OutputOption = None,
-    pure: Annotated[bool, typer.Option("--pure", help="One type for all matrices; without it the head has Q8_0.")] = False,
+    pure: Annotated[bool, typer.Option("--pure", help="One type for all matrices, the head included.")] = False,
+    imatrix: ImatrixOption = None,
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write the errors of all tensors as JSON.", show_default=False)
     ] = None,
@@ -62,6 +64,7 @@ def quantize(
     recipe = _recipe(bits, type)
     path = resolve_model(model, progress=console.progress)
     facts = {"command": "quantize", "input": str(path), "method": method.lower(), "pure": pure}
+    facts["imatrix"] = str(imatrix) if imatrix else None
     carry_out(
         Request(
             path,
@@ -71,6 +74,7 @@ def quantize(
             report=report,
             pure=pure,
             measure=True,
+            imatrix=imatrix,
             pre=pre,
             drop_surplus=drop_surplus,
             dry_run=dry_run,
@@ -104,6 +108,6 @@ def _recipe(bits: int | None, type: str | None) -> Recipe:
     recipe = recipe_by_name(type)
     if recipe is None or recipe.matrices.is_plain:
         raise UsageError(f"--type {type} has no fewer bits; llmctl convert --type {type} writes it")
-    if bits is not None and not recipe.name.startswith(f"Q{bits}_"):
+    if bits is not None and str(bits) not in recipe.name:  # Q4_K_M, IQ4_NL
         raise UsageError(f"--bits {bits} and --type {recipe.name} contradict each other; leave one out")
     return recipe

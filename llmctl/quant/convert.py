@@ -13,17 +13,22 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from llmctl.errors import FormatError, OutputError
+from llmctl.errors import FormatError, OutputError, UsageError
+from llmctl.kernels.encode import Encoder
+from llmctl.kernels.formats.mapped import release_mapped
 from llmctl.kernels.formats.plain import CAST_LIMITS
+from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import FORMATS, Format
+from llmctl.quant.imatrix import ImportanceMatrix
 from llmctl.quant.naming import file_name
-from llmctl.quant.recipe import RECIPES, Choice, Recipe, choose, head_name, is_matrix
+from llmctl.quant.recipe import RECIPES, Choice, Recipe, choose_types, is_matrix, model_facts
 from llmctl.quant.rtn import Rounded, first_nonfinite, round_to_nearest
 from llmctl.quant.source import ModelSource, SourceTensor
 from llmctl.runtime.checkpoint.file_types import FILE_TYPES
 from llmctl.runtime.checkpoint.gguf_split import SplitGgufWriter, shard_paths
 from llmctl.runtime.checkpoint.gguf_writer import Typed, ValueType, refuse_same_file
 from llmctl.runtime.checkpoint.text import quoted
+from llmctl.runtime.machine import default_threads
 
 Progress = Callable[[int, int], None]
 
@@ -55,12 +60,20 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that will be written. type_name: for file names; file_type: GGUF's number for it."""
+    """Everything that will be written. type_name: for file names; file_type: GGUF's number for it. importance: to round with."""
 
     source: ModelSource
     tensors: list[PlannedTensor]
     type_name: str
     file_type: int
+    importance: ImportanceMatrix | None = None
+
+    @property
+    def unweighted(self) -> list[PlannedTensor]:
+        """With an importance matrix, the tensors it has nothing for, though they are rounded."""
+        if self.importance is None:
+            return []
+        return [t for t in self.tensors if not t.format.is_plain and t.source.name not in self.importance.weights]
 
     @property
     def substitutions(self) -> list[PlannedTensor]:
@@ -83,22 +96,49 @@ class Written:
     warnings: list[str] = field(default_factory=list)
 
 
-def make_plan(source: ModelSource, recipe: Recipe | None, *, pure: bool = False) -> Plan:
-    """Choose the type of every tensor. recipe: None keeps what the source has. pure: see `choose`."""
-    head = head_name(source.names)
-    tensors = []
-    for tensor in source.tensors:
-        choice = _kept(source, tensor) if recipe is None else _chosen(tensor, recipe, head, pure)
-        tensors.append(PlannedTensor(tensor, choice.format, _nbytes(choice.format, tensor.shape), choice.replaced))
+def make_plan(
+    source: ModelSource, recipe: Recipe | None, *, pure: bool = False, importance: ImportanceMatrix | None = None
+) -> Plan:
+    """Choose the type of every tensor. recipe: None keeps what the source has. pure: see `choose_types`.
+
+    importance: to round with. FormatError if it is of another model, UsageError if it is needed and not there, or not needed.
+    """
+    _check_importance(source, recipe, importance)
+    chosen = _kept_types(source) if recipe is None else _chosen_types(source, recipe, pure, importance is not None)
+    tensors = [
+        PlannedTensor(tensor, choice.format, _nbytes(choice.format, tensor.shape), choice.replaced)
+        for tensor, choice in zip(source.tensors, chosen, strict=True)
+    ]
     if recipe is not None:
-        return Plan(source, tensors, recipe.name, recipe.file_type)
+        return Plan(source, tensors, recipe.name, recipe.file_type, importance)
     return Plan(source, tensors, *_kept_type(source, tensors))
 
 
-def _chosen(tensor: SourceTensor, recipe: Recipe, head: str, pure: bool) -> Choice:
-    if tensor.format.is_plain and tensor.format.name.startswith("I"):  # tables of numbers that are no weights
-        return Choice(tensor.format)
-    return choose(tensor.name, tensor.shape, recipe, head=head, pure=pure)
+def _check_importance(source: ModelSource, recipe: Recipe | None, importance: ImportanceMatrix | None) -> None:
+    if importance is None:
+        if recipe is not None and recipe.needs_importance:
+            raise UsageError(f"{recipe.name} has too few bits to do without an importance matrix: give one with --imatrix")
+        return
+    if recipe is None or recipe.matrices.is_plain:
+        raise UsageError("--imatrix is for types with few bits: with this --type nothing is rounded by it")
+    importance.check((tensor.name, tensor.shape) for tensor in source.tensors)
+    source.files.append(importance.path)  # which the output must not replace either
+
+
+def _chosen_types(source: ModelSource, recipe: Recipe, pure: bool, importance: bool) -> list[Choice]:
+    facts = model_facts(_plain(source), source.names, importance=importance)
+    shapes = [(tensor.name, tensor.shape) for tensor in source.tensors]
+    choices = choose_types(shapes, recipe, facts, pure=pure)
+    # Tables of numbers that are no weights stay what they are.
+    return [Choice(t.format) if _is_table(t.format) else choices[t.name] for t in source.tensors]
+
+
+def _is_table(form: Format) -> bool:
+    return form.is_plain and form.name.startswith("I")
+
+
+def _kept_types(source: ModelSource) -> list[Choice]:
+    return [_kept(source, tensor) for tensor in source.tensors]
 
 
 def _kept(source: ModelSource, tensor: SourceTensor) -> Choice:
@@ -185,13 +225,14 @@ def write(
     Raises FormatError naming the tensor whose values do not fit its type, OutputError for the disk.
     """
     total, done = sum(tensor.nbytes for tensor in plan.tensors), 0
-    written = Written(output, 0)
+    written, encoder = Written(output, 0), Encoder(default_threads())
     with SplitGgufWriter(output, _metadata(plan), max_shard_bytes) as writer:
         for tensor in plan.tensors:
             writer.declare(tensor.source.name, tensor.format, tensor.source.shape)
         for tensor in plan.tensors:
-            rounded = _round(plan, tensor, measure, strict, written.warnings)
+            rounded = _round(plan, tensor, encoder, measure, strict, written.warnings)
             writer.write(tensor.source.name, rounded.tensor)
+            release_mapped(rounded.tensor.blocks if isinstance(rounded.tensor, QuantTensor) else rounded.tensor)
             written.rounded.append((tensor, Rounded(None, rounded.squared_error, rounded.squared_weight)))
             done += tensor.nbytes
             if progress is not None:
@@ -202,16 +243,20 @@ def write(
 
 def _metadata(plan: Plan) -> dict[str, object]:
     file_type = {"general.file_type": Typed(plan.file_type, ValueType.U32)}
-    return {**plan.source.metadata, **file_type, "general.quantization_version": Typed(2, ValueType.U32)}
+    importance = plan.importance.metadata() if plan.importance is not None else {}
+    return {**plan.source.metadata, **file_type, "general.quantization_version": Typed(2, ValueType.U32), **importance}
 
 
-def _round(plan: Plan, tensor: PlannedTensor, measure: bool, strict: bool, warnings: list[str]) -> Rounded:
+def _round(
+    plan: Plan, tensor: PlannedTensor, encoder: Encoder, measure: bool, strict: bool, warnings: list[str]
+) -> Rounded:
     source = tensor.source
+    importance = plan.importance.columns(source.name, source.shape) if plan.importance is not None else None
     try:
         weight = source.read()
         if source.format == tensor.format or tensor.format.name == "F32":  # other types have no NaN: rounding refuses it
             _check_finite(weight, source, strict, warnings)
-        return round_to_nearest(weight, tensor.format, measure=measure)
+        return round_to_nearest(weight, tensor.format, importance, measure=measure, encoder=encoder)
     except FormatError as error:
         raise FormatError(f"{plan.source.path}: tensor {_both_names(source)}: {error}") from error
 
@@ -245,6 +290,9 @@ def plan_warnings(plan: Plan) -> Iterator[str]:
         size = FORMATS[wanted].elements_per_block
         why = f"needs rows that are a multiple of {size}" if size > 1 else "readers do not take for weights"
         yield f"{_tensors(len(found))} in {used} instead of {wanted}, which {why}: {tensor_names(found)}"
+    if plan.unweighted:
+        names = tensor_names(plan.unweighted)
+        yield f"{_tensors(len(plan.unweighted))} rounded without importance, which {plan.importance.path} has not for: {names}"
     if plan.requantized:
         types = ", ".join(sorted({tensor.source.format.name for tensor in plan.requantized}))
         yield (

@@ -118,10 +118,16 @@ def _reader(weights: ModelWeights, name: str) -> Callable[[], Tensor]:
     spelling, config = weights.family.gguf_names, weights.config
     if heads_key := spelling.heads_key(name):
         heads = config.num_kv_heads if heads_key == "num_key_value_heads" else config.num_heads
-        return lambda: interleave_rows(weights.read(name), heads)
+        return lambda: _interleaved(weights, name, heads)
     if spelling.has_offset_norm(name):
         return lambda: shifted(dequantize(weights.read(name)), 1)
     return lambda: weights.read(name)
+
+
+def _interleaved(weights: ModelWeights, name: str, heads: int) -> Tensor:
+    rows = interleave_rows(weights.read(name), heads)  # a copy
+    weights.release(name)
+    return rows
 
 
 def _metadata(weights: ModelWeights, tensors: list[SourceTensor]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def round_to_nearest(
     for start, stop in _chunks(rows.shape, rows_per_matrix):
         part = _slice(rows, start, stop)
         columns = importance if importance is None or importance.ndim == 1 else importance[start // rows_per_matrix]
-        rounded = _encode(encoder, _plain(part), form, columns, start)
+        rounded = _encode(encoder, _plain(part, form), form, columns, start)
         _store(made, start, stop, rounded)
         if measure:
             values = dequantize(part)
@@ -101,9 +101,9 @@ def first_nonfinite(weight: Tensor) -> tuple[int, int] | None:
     return None
 
 
-def _plain(part: Tensor) -> np.ndarray:
-    """Blocks unfolded; plain numbers as they are."""
-    return dequantize(part) if isinstance(part, QuantTensor) else part
+def _plain(part: Tensor, form: Format) -> np.ndarray:
+    """Blocks unfolded; plain numbers as they are, but for F32, which holds them all, NaN and infinity too."""
+    return dequantize(part) if isinstance(part, QuantTensor) or form.name == "F32" else part
 
 
 def _encode(encoder: Encoder, part: np.ndarray, form: Format, importance: np.ndarray | None, first_row: int) -> Tensor:

@@ -88,9 +88,10 @@ def test_only_weights_change_their_type(foreign: Path, convert: Convert, tmp_pat
 def test_what_falls_back_is_reported(foreign: Path) -> None:
     plan = make_plan(open_source(foreign), recipe_by_name("Q4_0"))
     assert list(plan_warnings(plan)) == [
-        "1 tensor is in F16 instead of Q4_0, which needs rows that are a multiple of 32: blk.0.odd.weight"
+        "1 tensor is in F16 instead of Q4_0, which needs rows that are a multiple of 32: blk.0.odd.weight",
+        "1 tensor is in Q8_0 instead of Q6_K, which needs rows that are a multiple of 256: token_embd.weight",
     ]
-    assert [tensor.source.name for tensor in plan.substitutions] == ["blk.0.odd.weight"]
+    assert [tensor.source.name for tensor in plan.substitutions] == ["token_embd.weight", "blk.0.odd.weight"]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -107,7 +108,8 @@ def test_rounding_twice_is_allowed_and_said(tiny: Callable[..., Path], convert: 
     eight = convert(folder, tmp_path / "eight.gguf", "Q8_0").output
     plan = make_plan(open_source(eight), recipe_by_name("Q4_0"))
     assert list(plan_warnings(plan)) == [
-        "22 tensors are quantized already (Q8_0) and rounded a second time: the original weights give a better result"
+        "1 tensor is in Q8_0 instead of Q6_K, which needs rows that are a multiple of 256: output.weight",
+        "22 tensors are quantized already (Q8_0) and rounded a second time: the original weights give a better result",
     ]
     assert not make_plan(open_source(eight), recipe_by_name("F16")).requantized
     four = convert(eight, tmp_path / "four.gguf", "Q4_0", measure=True)
