@@ -6,6 +6,7 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmctl.quant.convert import Plan, Written
+    from llmctl.quant.lora import Adapter
     from llmctl.quant.recipe import Recipe
 
 OutputOption = Annotated[
@@ -47,6 +49,13 @@ ImatrixOption = Annotated[
         show_default=False,
     ),
 ]
+VocabOnlyOption = Annotated[
+    bool, typer.Option("--vocab-only", help="Metadata and tokenizer alone; a folder needs no weights for it.")
+]
+LoraOption = Annotated[
+    list[str] | None,
+    typer.Option("--lora", metavar="ADAPTER[=SCALE]", help="Folder of a PEFT adapter to add to the weights; can be repeated."),
+]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]?)B?", re.IGNORECASE)
@@ -57,7 +66,8 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 class Request:
     """One conversion as asked for.
 
-    recipe: None keeps the types. measure: work out and show rounding errors. facts: what the JSON report says first.
+    recipe: None keeps the types. vocab_only: no weights. adapters: LoRA adapters to add.
+    measure: work out and show rounding errors. facts: what the JSON report says first.
     """
 
     source: Path
@@ -71,6 +81,8 @@ class Request:
     pre: str | None = None
     drop_surplus: bool = False
     max_shard_bytes: int | None = None
+    vocab_only: bool = False
+    adapters: Sequence[Adapter] = ()
     dry_run: bool = False
     force: bool = False
     json: bool = False
@@ -89,20 +101,36 @@ def size_in_bytes(text: str | None) -> int | None:
     return size
 
 
+def parse_adapters(texts: Sequence[str] | None) -> list[Adapter]:
+    """ADAPTER or ADAPTER=SCALE of each. UsageError for a scale that is no number."""
+    from llmctl.errors import UsageError
+    from llmctl.quant.lora import Adapter
+
+    found = []
+    for text in texts or ():
+        folder, equals, scale = text.rpartition("=")
+        if not equals or Path(text).exists():
+            found.append(Adapter(Path(text)))
+            continue
+        try:
+            found.append(Adapter(Path(folder), float(scale)))
+        except ValueError as error:
+            raise UsageError(f"--lora {text}: expected ADAPTER or ADAPTER=SCALE with a number") from error
+        if not isfinite(found[-1].scale):
+            raise UsageError(f"--lora {text}: the scale must be finite")
+    return found
+
+
 def carry_out(request: Request) -> None:
     """Plan and, unless it is a dry run, write; the result goes to stdout, all else to stderr."""
-    from llmctl.quant.convert import check_target, make_plan, output_path, plan_warnings, write
-    from llmctl.quant.imatrix import read_imatrix
-    from llmctl.quant.source import open_source
+    from llmctl.quant.convert import check_target, output_path, plan_warnings, write
 
     started = time.perf_counter()
     for target in (request.output, request.report):
         if target is not None and not request.dry_run:
             check_target(target, force=request.force)
     console.detail(f"Reading {request.source}")
-    source = open_source(request.source, pre=request.pre, drop_surplus=request.drop_surplus)
-    importance = read_imatrix(request.imatrix) if request.imatrix is not None else None
-    plan = make_plan(source, request.recipe, pure=request.pure, importance=importance)
+    plan = _plan(request)
     output = output_path(
         plan, request.output, force=request.force or request.dry_run, max_shard_bytes=request.max_shard_bytes
     )
@@ -123,6 +151,20 @@ def carry_out(request: Request) -> None:
         )
     _tell(written.warnings)
     _show_result(request, plan, written, [*warnings, *written.warnings], time.perf_counter() - started)
+
+
+def _plan(request: Request) -> Plan:
+    from llmctl.quant.convert import make_plan, vocabulary_plan
+    from llmctl.quant.imatrix import read_imatrix
+    from llmctl.quant.source import open_source, open_vocabulary
+
+    if request.vocab_only:
+        return vocabulary_plan(open_vocabulary(request.source, pre=request.pre, drop_surplus=request.drop_surplus))
+    source = open_source(
+        request.source, pre=request.pre, drop_surplus=request.drop_surplus, adapters=request.adapters
+    )
+    importance = read_imatrix(request.imatrix) if request.imatrix is not None else None
+    return make_plan(source, request.recipe, pure=request.pure, importance=importance)
 
 
 def _check_report(request: Request, plan: Plan, output: Path) -> None:

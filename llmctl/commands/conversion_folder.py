@@ -12,6 +12,9 @@ from llmctl.commands import console
 from llmctl.commands.conversion import tell_left_out
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llmctl.quant.lora import Adapter
     from llmctl.quant.to_folder import FolderPlan, FolderWritten
 
 
@@ -24,6 +27,7 @@ class FolderRequest:
     facts: dict[str, Any]
     output: Path | None = None
     max_shard_bytes: int | None = None
+    adapters: Sequence[Adapter] = ()
     dry_run: bool = False
     force: bool = False
     json: bool = False
@@ -35,7 +39,7 @@ def carry_out_folder(request: FolderRequest) -> None:
 
     started = time.perf_counter()
     console.detail(f"Reading {request.source}")
-    plan = plan_folder(request.source, request.type_name)
+    plan = plan_folder(request.source, request.type_name, request.adapters)
     output = folder_path(plan, request.output, force=request.force or request.dry_run)
     for warning in plan.warnings:
         console.warn(warning)
@@ -54,7 +58,7 @@ def carry_out_folder(request: FolderRequest) -> None:
 
 
 def _show(request: FolderRequest, plan: FolderPlan, output: Path, written: FolderWritten | None, seconds: float) -> None:
-    types = ", ".join(f"{count} {name}" for name, count in Counter(tensor.source.name for tensor in plan.tensors).items())
+    types = ", ".join(f"{count} {name}" for name, count in Counter(tensor.source for tensor in plan.tensors).items())
     line = f"{len(plan.tensors)} tensors ({types}) as {plan.form.name}, {console.format_bytes(plan.nbytes)} of weights"
     if written is not None:
         if written.changed:

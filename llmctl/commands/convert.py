@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,13 +12,18 @@ from llmctl.commands.conversion import (
     DryRunOption,
     ForceOption,
     ImatrixOption,
+    LoraOption,
     OutputOption,
     PreOption,
     Request,
     SplitOption,
+    VocabOnlyOption,
     carry_out,
+    parse_adapters,
     size_in_bytes,
 )
+from llmctl.commands.conversion_folder import FolderRequest, carry_out_folder
+from llmctl.commands.conversion_packed import PackedRequest, carry_out_packed
 from llmctl.commands.options import JsonOption, QuietOption, VerboseOption, complete_model
 
 _PACKED = ("gptq", "awq", "compressed-tensors")
@@ -55,6 +59,8 @@ def convert(
     ] = "auto",
     imatrix: ImatrixOption = None,
     split_max_size: SplitOption = None,
+    vocab_only: VocabOnlyOption = False,
+    lora: LoraOption = None,
     pre: PreOption = None,
     drop_surplus: DropSurplusOption = False,
     dry_run: DryRunOption = False,
@@ -73,25 +79,31 @@ def convert(
 
     if to.lower() not in _TARGETS:
         raise UnsupportedError(f"--to {to}: only {', '.join(_TARGETS)} can be written yet")
+    limit, adapters = size_in_bytes(split_max_size), parse_adapters(lora)
+    of_weights = {"--type": type.lower() != "auto", "--split-max-size": limit, "--lora": adapters, "--imatrix": imatrix}
+    of_gguf = {"--imatrix": imatrix, "--vocab-only": vocab_only, "--pre": pre, "--drop-surplus": drop_surplus}
+    _check_together(to.lower(), vocab_only, of_weights, of_gguf)
+    recipe = recipe_by_name(type) if to.lower() == "gguf" else None
+    path = resolve_model(source, progress=console.progress)
+    facts: dict[str, object] = {"command": "convert", "input": str(path)}
     if to.lower() == "safetensors":
-        _refuse_imatrix(imatrix)
-        _to_folder(source, output, type, split_max_size, pre, drop_surplus, dry_run=dry_run, force=force, json=json)
+        carry_out_folder(FolderRequest(path, type, facts, output, limit, adapters, dry_run=dry_run, force=force, json=json))
         return
     if to.lower() in _PACKED:
-        _to_packed(source, output, to.lower(), type, split_max_size, pre, drop_surplus, dry_run=dry_run, force=force, json=json)
+        carry_out_packed(PackedRequest(path, to.lower(), facts, output, limit, dry_run=dry_run, force=force, json=json))
         return
-    recipe = recipe_by_name(type)
-    path = resolve_model(source, progress=console.progress)
     carry_out(
         Request(
             path,
             recipe,
-            {"command": "convert", "input": str(path), "imatrix": str(imatrix) if imatrix else None},
+            {**facts, "imatrix": str(imatrix) if imatrix else None},
             output=output,
             imatrix=imatrix,
             pre=pre,
             drop_surplus=drop_surplus,
-            max_shard_bytes=size_in_bytes(split_max_size),
+            max_shard_bytes=limit,
+            vocab_only=vocab_only,
+            adapters=adapters,
             dry_run=dry_run,
             force=force,
             json=json,
@@ -99,51 +111,19 @@ def convert(
     )
 
 
-def _refuse_imatrix(imatrix: Path | None) -> None:
+def _check_together(to: str, vocab_only: bool, of_weights: dict[str, object], of_gguf: dict[str, object]) -> None:
+    """UsageError for options of which one would be of no effect. of_weights, of_gguf: those that need the one or the other."""
     from llmctl.errors import UsageError
 
-    if imatrix is not None:
-        raise UsageError("--imatrix is for writing GGUF files")
+    if vocab_only and any(of_weights.values()):
+        raise UsageError(f"--vocab-only writes no weights: {_given(of_weights)} has nothing to do")
+    if to != "gguf" and any(of_gguf.values()):
+        raise UsageError(f"{_given(of_gguf)} is for writing GGUF files, not --to {to}")
+    if to in _PACKED and of_weights["--type"]:
+        raise UsageError(f"--type: --to {to} keeps the codes as they are; leave --type out")
+    if to in _PACKED and of_weights["--lora"]:
+        raise UsageError(f"--lora: --to {to} keeps the codes as they are; merge into the weights before they are packed")
 
 
-def _to_folder(
-    source: str,
-    output: Path | None,
-    type: str,
-    split_max_size: str | None,
-    pre: str | None,
-    drop_surplus: bool,
-    **flags: bool,
-) -> None:
-    from llmctl.commands.conversion_folder import FolderRequest, carry_out_folder
-    from llmctl.errors import UsageError
-    from llmctl.runtime.store import resolve_model
-
-    if pre is not None or drop_surplus:
-        raise UsageError("--pre and --drop-surplus are for writing GGUF files")
-    limit = size_in_bytes(split_max_size)
-    path = resolve_model(source, progress=console.progress)
-    carry_out_folder(FolderRequest(path, type, {"command": "convert", "input": str(path)}, output, limit, **flags))
-
-
-def _to_packed(
-    source: str,
-    output: Path | None,
-    target: str,
-    type: str,
-    split_max_size: str | None,
-    pre: str | None,
-    drop_surplus: bool,
-    **flags: bool,
-) -> None:
-    from llmctl.commands.conversion_packed import PackedRequest, carry_out_packed
-    from llmctl.errors import UsageError
-    from llmctl.runtime.store import resolve_model
-
-    if pre is not None or drop_surplus:
-        raise UsageError("--pre and --drop-surplus are for writing GGUF files")
-    if type.lower() != "auto":
-        raise UsageError(f"--type {type}: --to {target} keeps the codes as they are; leave --type out")
-    limit = size_in_bytes(split_max_size)
-    path = resolve_model(source, progress=console.progress)
-    carry_out_packed(PackedRequest(path, target, {"command": "convert", "input": str(path)}, output, limit, **flags))
+def _given(options: dict[str, object]) -> str:
+    return next(name for name, value in options.items() if value)

@@ -114,6 +114,11 @@ def make_plan(
     return Plan(source, tensors, *_kept_type(source, tensors))
 
 
+def vocabulary_plan(source: ModelSource) -> Plan:
+    """A file of the metadata and the tokenizer alone. source: of `open_vocabulary`."""
+    return Plan(source, [], "vocab", 0)
+
+
 def _check_importance(source: ModelSource, recipe: Recipe | None, importance: ImportanceMatrix | None) -> None:
     if importance is None:
         if recipe is not None and recipe.needs_importance:
@@ -143,13 +148,14 @@ def _kept_types(source: ModelSource) -> list[Choice]:
 
 def _kept(source: ModelSource, tensor: SourceTensor) -> Choice:
     """The source's own type; from a folder, norms and biases in float32, which readers of GGUF need."""
+    kept = tensor.kept or tensor.format
     if source.kind == "gguf":
-        return Choice(tensor.format)
+        return Choice(kept)
     if not is_matrix(tensor.name, tensor.shape):
         return Choice(FORMATS["F32"])
-    if tensor.format.name in CAST_LIMITS:
-        return Choice(tensor.format)
-    return Choice(FORMATS["F32"], replaced=tensor.format)
+    if kept.name in CAST_LIMITS:
+        return Choice(kept)
+    return Choice(FORMATS["F32"], replaced=kept)
 
 
 def _kept_type(source: ModelSource, tensors: list[PlannedTensor]) -> tuple[str, int]:

@@ -6,11 +6,11 @@ missing, misshapen or unexpected is found before anything is written. The metada
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from llmctl.errors import LlmctlError, UnsupportedError
 from llmctl.kernels.formats.codecs import dequantize
@@ -18,17 +18,22 @@ from llmctl.kernels.formats.plain import shifted
 from llmctl.kernels.formats.spec import FORMATS
 from llmctl.quant.expressible import check_expressible
 from llmctl.quant.left_out import left_out_of
+from llmctl.quant.lora import Adapter, MergedWeights
 from llmctl.quant.naming import describe_folder
 from llmctl.quant.rtn import Tensor, stored_format
 from llmctl.quant.source import ModelSource, SourceTensor, gguf_order
 from llmctl.quant.tokenizer import tokenizer_keys
+from llmctl.runtime.checkpoint.files import read_json_object
+from llmctl.runtime.checkpoint.huggingface import read_optional_json
 from llmctl.runtime.checkpoint.names import interleave_rows
 from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
 from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.loading import sampling_defaults
 from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.decoder import Decoder
+from llmctl.runtime.models.family import Family
 from llmctl.runtime.models.gguf_config import factor_tensors, metadata_from_config
+from llmctl.runtime.models.registry import family_by_model_type
 from llmctl.runtime.models.weights import ModelWeights
 
 _QUANTIZATION_VERSION = 2  # of llama.cpp's block formats
@@ -42,13 +47,19 @@ _SAMPLING = {
 }
 
 
-def read_folder(checkpoint: SafetensorsCheckpoint, *, pre: str | None = None, drop_surplus: bool = False) -> ModelSource:
+def read_folder(
+    checkpoint: SafetensorsCheckpoint,
+    *,
+    pre: str | None = None,
+    drop_surplus: bool = False,
+    adapters: Sequence[Adapter] = (),
+) -> ModelSource:
     """The model in a folder. Arguments and errors as `open_source`."""
     weights = ModelWeights(checkpoint)
     names = needed_names(weights)
     left_out = left_out_of(weights, names)
-    tensors = _tensors(weights, names)
-    metadata = _metadata(weights, tensors)
+    tensors = _tensors(weights, MergedWeights(weights, adapters, names), names)
+    metadata = _metadata(weights.family, weights.config, checkpoint, sum(prod(tensor.shape) for tensor in tensors))
     tokenizer = tokenizer_keys(checkpoint, weights.config.vocab_size, metadata, pre=pre, drop_surplus=drop_surplus)
     metadata |= tokenizer.keys
     try:
@@ -57,6 +68,38 @@ def read_folder(checkpoint: SafetensorsCheckpoint, *, pre: str | None = None, dr
         raise type(error)(f"{checkpoint.path}: {error}") from error
     warnings = [*tokenizer.warnings, *_rope_warnings(weights.config), *_window_warnings(weights)]
     return ModelSource(checkpoint.path, "safetensors", _files(checkpoint), metadata, tensors, left_out, warnings)
+
+
+@dataclass(frozen=True)
+class FolderWithoutWeights:
+    """What a folder says about a model, for those who want no more of it."""
+
+    folder: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+
+    @property
+    def path(self) -> Path:
+        """As the user named it."""
+        return self.folder
+
+
+Described = SafetensorsCheckpoint | FolderWithoutWeights
+
+
+def read_vocabulary(folder: Path, *, pre: str | None = None, drop_surplus: bool = False) -> ModelSource:
+    """The metadata and the tokenizer of a folder, which need not hold weights. Arguments and errors as `open_source`."""
+    values = read_json_object(folder / "config.json")
+    found = FolderWithoutWeights(folder, values, read_optional_json(folder / "generation_config.json"))
+    try:
+        family = family_by_model_type(values.get("model_type"))
+        config = family.read_config(values)
+    except LlmctlError as error:
+        raise type(error)(f"{folder}: {error}") from error
+    metadata = _metadata(family, config, found, 0)
+    tokenizer = tokenizer_keys(found, config.vocab_size, metadata, pre=pre, drop_surplus=drop_surplus)
+    files = [path for path in folder.iterdir() if path.suffix != ".gguf"]
+    return ModelSource(folder, "safetensors", files, metadata | tokenizer.keys, [], [], tokenizer.warnings)
 
 
 def _files(checkpoint: SafetensorsCheckpoint) -> list[Path]:
@@ -96,24 +139,25 @@ def needed_names(weights: ModelWeights) -> list[str]:
     return recorder.read_names
 
 
-def _tensors(weights: ModelWeights, names: list[str]) -> list[SourceTensor]:
+def _tensors(weights: ModelWeights, merged: MergedWeights, names: list[str]) -> list[SourceTensor]:
     """In the order of the forward pass."""
     spelling = weights.family.gguf_names
-    found = [_tensor(weights, name) for name in names]
+    found = [_tensor(weights, merged, name) for name in names]
     for name, factors in factor_tensors(weights.config).items():
         found.append(SourceTensor(name, "config.json", FORMATS["F32"], factors.shape, lambda factors=factors: factors))
     return sorted(found, key=lambda tensor: gguf_order(tensor.name, list(spelling.layer.values())))
 
 
-def _tensor(weights: ModelWeights, name: str) -> SourceTensor:
+def _tensor(weights: ModelWeights, merged: MergedWeights, name: str) -> SourceTensor:
     gguf_name = weights.family.gguf_names.to_gguf(name)
     if gguf_name is None:
         raise UnsupportedError(f"{weights.checkpoint.path}: GGUF has no name for tensor {quoted(name)}")
     tensor = weights.read(name)
-    return SourceTensor(gguf_name, name, stored_format(tensor), tensor.shape, _reader(weights, name))
+    found = SourceTensor(gguf_name, name, stored_format(tensor), tensor.shape, gguf_reader(merged, name))
+    return replace(found, format=FORMATS["F32"], kept=found.format) if name in merged.changed else found
 
 
-def _reader(weights: ModelWeights, name: str) -> Callable[[], Tensor]:
+def gguf_reader(weights: MergedWeights, name: str) -> Callable[[], Tensor]:
     """Reads the tensor in GGUF's layout: the reverse of what ModelWeights does for a GGUF file."""
     spelling, config = weights.family.gguf_names, weights.config
     if heads_key := spelling.heads_key(name):
@@ -124,26 +168,25 @@ def _reader(weights: ModelWeights, name: str) -> Callable[[], Tensor]:
     return lambda: weights.read(name)
 
 
-def _interleaved(weights: ModelWeights, name: str, heads: int) -> Tensor:
+def _interleaved(weights: MergedWeights, name: str, heads: int) -> Tensor:
     rows = interleave_rows(weights.read(name), heads)  # a copy
     weights.release(name)
     return rows
 
 
-def _metadata(weights: ModelWeights, tensors: list[SourceTensor]) -> dict[str, Any]:
-    checkpoint = weights.checkpoint
-    count = sum(int(np.prod(tensor.shape)) for tensor in tensors)
+def _metadata(family: Family, config: ModelConfig, checkpoint: Described, num_elements: int) -> dict[str, Any]:
+    """The keys that are not the tokenizer's. num_elements: weights of the model, 0 where they are not known."""
     try:
-        names = describe_folder(checkpoint.folder, weights.hf_config, count)
+        names = describe_folder(checkpoint.folder, checkpoint.config, num_elements)
         sampling = sampling_defaults(checkpoint)
     except LlmctlError as error:
         raise type(error)(f"{checkpoint.path}: {error}") from error
     return {
-        "general.architecture": weights.family.gguf_arch,
+        "general.architecture": family.gguf_arch,
         "general.type": "model",
         **names,
         **{f"general.sampling.{key}": sampling[name] for name, key in _SAMPLING.items() if name in sampling},
-        **metadata_from_config(weights.config, weights.family),
+        **metadata_from_config(config, family),
         "general.file_type": 0,  # set once the types are chosen
         "general.quantization_version": _QUANTIZATION_VERSION,
     }

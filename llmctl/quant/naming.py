@@ -49,7 +49,8 @@ class ModelName:
 def parse_name(identifier: str, num_elements: int) -> ModelName:
     """The parts of "owner/Base-3.1-8B-Instruct-v2" and the like. A text with blanks is a title and nothing else.
 
-    num_elements: weights of the model; a part that looks like a size but is far from it (a context length, as in 8k) is none.
+    num_elements: weights of the model, 0 if not known; a part that looks like a size but is far from it (a context length,
+    as in 8k) is none.
     """
     owner, _, name = identifier.strip().strip("/").rpartition("/")
     organization = owner.rpartition("/")[2] or None
@@ -79,7 +80,7 @@ def _is_size(part: str, num_elements: int) -> bool:
     if found is None:
         return False
     count = float(found["number"].replace("_", ".")) * _UNITS[found["unit"].upper()] * int(found["experts"] or 1)
-    return num_elements / 4 < count < num_elements * 4
+    return not num_elements or num_elements / 4 < count < num_elements * 4
 
 
 def size_label(num_elements: int) -> str:
@@ -101,7 +102,7 @@ def describe_folder(folder: Path, config: Mapping[str, Any], num_elements: int) 
     stated = stated if isinstance(stated, str) and stated.strip() and stated.count("/") <= 1 and stated[0] not in "./~" else None
     names = [parse_name(text, num_elements) for text in (card.get("model_name"), stated, folder.resolve().name) if text]
     found = {key: next((value for name in names if (value := getattr(name, key))), None) for key in ModelName.__annotations__}
-    found["size_label"] = found["size_label"] or size_label(num_elements)
+    found["size_label"] = found["size_label"] or (size_label(num_elements) if num_elements else None)
     keys = {"name": found.pop("title"), **found}
     for key, source in _CARD_KEYS:
         if value := card.get(source):

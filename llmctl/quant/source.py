@@ -6,17 +6,20 @@ Nothing is read here but headers and small vectors: a tensor is opened (mapped, 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmctl.errors import UnsupportedError
-from llmctl.kernels.formats.spec import Format
+from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.quant.rtn import Tensor
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
 from llmctl.runtime.checkpoint.text import quoted
+
+if TYPE_CHECKING:
+    from llmctl.quant.lora import Adapter
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
 
@@ -26,7 +29,8 @@ class SourceTensor:
     """One tensor of the model.
 
     name: GGUF's. origin: the name in the source, for messages. format, shape: as stored, torch order.
-    read: the tensor in GGUF's layout.
+    read: the tensor in GGUF's layout. kept: the type it keeps if none is asked for, where that is not the one it is read in
+    (weights with an adapter added are read as float32).
     """
 
     name: str
@@ -34,6 +38,7 @@ class SourceTensor:
     format: Format
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    kept: Format | None = None
 
 
 @dataclass
@@ -59,19 +64,33 @@ class ModelSource:
         return {tensor.name for tensor in self.tensors}
 
 
-def open_source(path: Path, *, pre: str | None = None, drop_surplus: bool = False) -> ModelSource:
+def open_source(
+    path: Path, *, pre: str | None = None, drop_surplus: bool = False, adapters: Sequence[Adapter] = ()
+) -> ModelSource:
     """Read what the checkpoint says about itself and check that GGUF can say it too.
 
     path: a GGUF file or a Hugging Face folder (or its weights). pre: name of the pre-tokenizer rule to write, for a
     tokenizer whose own is not recognised. drop_surplus: leave out tokens of a folder that have no row in the embedding.
+    adapters: LoRA adapters to add to the weights.
     Raises FormatError, UnsupportedError, ModelNotFoundError.
     """
     checkpoint = open_checkpoint(path)
     if isinstance(checkpoint, GgufCheckpoint):
-        return _gguf_source(checkpoint, pre)
+        source = _gguf_source(checkpoint, pre)
+        return _with_adapters(source, checkpoint, adapters) if adapters else source
     from llmctl.quant.huggingface import read_folder
 
-    return read_folder(checkpoint, pre=pre, drop_surplus=drop_surplus)
+    return read_folder(checkpoint, pre=pre, drop_surplus=drop_surplus, adapters=adapters)
+
+
+def open_vocabulary(path: Path, *, pre: str | None = None, drop_surplus: bool = False) -> ModelSource:
+    """As `open_source`, without the tensors. A folder needs no weights for it."""
+    if path.is_dir():
+        from llmctl.quant.huggingface import read_vocabulary
+
+        return read_vocabulary(path, pre=pre, drop_surplus=drop_surplus)
+    source = open_source(path, pre=pre, drop_surplus=drop_surplus)
+    return replace(source, tensors=[], left_out=[])
 
 
 def _gguf_source(checkpoint: GgufCheckpoint, pre: str | None) -> ModelSource:
@@ -84,6 +103,24 @@ def _gguf_source(checkpoint: GgufCheckpoint, pre: str | None) -> ModelSource:
         for entry in checkpoint.entries()
     ]
     return ModelSource(checkpoint.path, "gguf", checkpoint.files, metadata, tensors)
+
+
+def _with_adapters(source: ModelSource, checkpoint: GgufCheckpoint, adapters: Sequence[Adapter]) -> ModelSource:
+    """Adapters name the weights as Hugging Face does, so here the family must be known."""
+    from llmctl.quant.huggingface import gguf_reader, needed_names
+    from llmctl.quant.lora import MergedWeights
+    from llmctl.runtime.models.weights import ModelWeights
+
+    weights = ModelWeights(checkpoint)
+    merged = MergedWeights(weights, adapters, needed_names(weights))
+    changed = {merged.family.gguf_names.to_gguf(name): name for name in merged.changed}
+    tensors = [
+        replace(tensor, format=FORMATS["F32"], read=gguf_reader(merged, changed[tensor.name]), kept=tensor.format)
+        if tensor.name in changed
+        else tensor
+        for tensor in source.tensors
+    ]
+    return replace(source, tensors=tensors)
 
 
 def _reader(checkpoint: GgufCheckpoint, name: str) -> Callable[[], Tensor]:

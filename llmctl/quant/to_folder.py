@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -18,12 +18,14 @@ import numpy as np
 
 from llmctl.errors import FormatError, LlmctlError, UsageError
 from llmctl.kernels.formats.codecs import dequantize
+from llmctl.kernels.formats.packed_int import PackedIntTensor
 from llmctl.kernels.formats.plain import PLAIN_DTYPES, cast
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.quant.config_json import TORCH_DTYPES, config_json, generation_json
 from llmctl.quant.huggingface import needed_names
 from llmctl.quant.left_out import left_out_of
+from llmctl.quant.lora import Adapter, MergedWeights
 from llmctl.quant.naming import file_name, model_card
 from llmctl.quant.rtn import Tensor
 from llmctl.runtime.checkpoint import open_checkpoint
@@ -63,10 +65,10 @@ Files = tuple[dict[str, bytes], list[str]]  # name → content, and warnings
 
 @dataclass(frozen=True)
 class FolderTensor:
-    """One tensor to be written. name: Hugging Face's. source: its type where it is read. shape: torch order."""
+    """One tensor to be written. name: Hugging Face's. source: how it is stored where it is read. shape: torch order."""
 
     name: str
-    source: Format
+    source: str
     shape: tuple[int, ...]
 
     @property
@@ -85,7 +87,7 @@ class FolderPlan:
 
     path: Path
     sources: list[Path]
-    weights: ModelWeights
+    weights: MergedWeights
     tensors: list[FolderTensor]
     form: Format
     files: dict[str, bytes]
@@ -110,8 +112,8 @@ class FolderWritten:
     warnings: list[str] = field(default_factory=list)
 
 
-def plan_folder(path: Path, type_name: str = AUTO) -> FolderPlan:
-    """What `path` becomes as a folder.
+def plan_folder(path: Path, type_name: str = AUTO, adapters: Sequence[Adapter] = ()) -> FolderPlan:
+    """What `path` becomes as a folder. adapters: LoRA adapters to add to the weights.
 
     type_name: F16, BF16 or F32; "auto" is the type most of the weights have if that is one of these, else F16.
     Raises FormatError, UnsupportedError, ModelNotFoundError, each naming the file, and UsageError for another type.
@@ -133,7 +135,8 @@ def plan_folder(path: Path, type_name: str = AUTO) -> FolderPlan:
     except LlmctlError as error:
         raise type(error)(str(error) if str(path) in str(error) else f"{path}: {error}") from error
     name = file_name(metadata, path, form.name, suffix="")
-    return FolderPlan(path, _sources(checkpoint), weights, tensors, form, files, name, left_out, warnings)
+    merged = MergedWeights(weights, adapters, needed)
+    return FolderPlan(path, _sources(checkpoint), merged, tensors, form, files, name, left_out, warnings)
 
 
 def _sources(checkpoint: GgufCheckpoint | SafetensorsCheckpoint) -> list[Path]:
@@ -141,8 +144,8 @@ def _sources(checkpoint: GgufCheckpoint | SafetensorsCheckpoint) -> list[Path]:
 
 
 def _tensor(weights: ModelWeights, name: str) -> FolderTensor:
-    entry = weights.stored_entry(name)
-    return FolderTensor(name, entry.format, entry.shape)
+    stored = weights.stored(name)
+    return FolderTensor(name, stored.form, stored.shape)
 
 
 def _chosen_type(tensors: list[FolderTensor], type_name: str) -> Format:
@@ -152,7 +155,7 @@ def _chosen_type(tensors: list[FolderTensor], type_name: str) -> Format:
         return FORMATS[type_name.upper()]
     counts: Counter[str] = Counter()
     for tensor in tensors:
-        counts[tensor.source.name] += tensor.num_elements
+        counts[tensor.source] += tensor.num_elements
     most = counts.most_common(1)[0][0]
     return FORMATS["F32" if most == "F64" else most if most in TORCH_DTYPES else "F16"]
 
@@ -189,7 +192,8 @@ def _files_of_folder(checkpoint: SafetensorsCheckpoint, weights: ModelWeights, f
     if isinstance(nested, dict):
         ids = {key: value for key, value in config.items() if key.endswith("_token_id") and key not in nested}
         config = {**nested, **ids, "architectures": [weights.family.hf_class], "model_type": weights.family.model_types[0]}
-    config.pop("dtype", None)
+    for key in ("dtype", "quantization_config"):
+        config.pop(key, None)
     config["torch_dtype"] = TORCH_DTYPES[form.name]
     files["config.json"] = _json(config)
     return files, []
@@ -255,11 +259,13 @@ def _parts(plan: FolderPlan, tensor: FolderTensor, written: FolderWritten) -> It
         written.warnings.append(f"tensor {quoted(tensor.name)} holds NaN or infinity, copied as it is")
 
 
-def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+def _chunks(tensor: Tensor | PackedIntTensor) -> Iterator[Tensor]:
     """Some rows of the tensor after another; leading axes are rows."""
     if not tensor.shape:
         yield tensor
         return
+    if isinstance(tensor, PackedIntTensor):
+        tensor = dequantize(tensor)
     columns = tensor.shape[-1]
     step, count = max(1, _CHUNK_ELEMENTS // max(1, columns)), prod(tensor.shape[:-1])
     if isinstance(tensor, QuantTensor):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from llmctl.errors import LlmctlError, UnsupportedError
-from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
 from llmctl.runtime.tokenizer.folder_source import describe_folder
 from llmctl.runtime.tokenizer.gguf_metadata import TokenizerMetadata, gguf_metadata
 from llmctl.runtime.tokenizer.gguf_source import describe_gguf
@@ -14,8 +14,16 @@ from llmctl.runtime.tokenizer.load import build_tokenizer
 from llmctl.runtime.tokenizer.same_ids import find_difference
 
 
+class Folder(Protocol):
+    """A Hugging Face folder, with its weights or without."""
+
+    @property
+    def folder(self) -> Path:
+        """Where its files lie."""
+
+
 def tokenizer_keys(
-    checkpoint: SafetensorsCheckpoint,
+    checkpoint: Folder,
     rows: int,
     beside: Mapping[str, Any],
     *,
@@ -46,5 +54,5 @@ def tokenizer_keys(
     return made
 
 
-def _located(message: str, checkpoint: SafetensorsCheckpoint) -> str:
+def _located(message: str, checkpoint: Folder) -> str:
     return message if str(checkpoint.folder) in message else f"{checkpoint.folder}: {message}"

@@ -222,3 +222,70 @@ def test_a_file_too_large_for_its_disk(scripted: Path, here: Path, llmctl: Calla
     assert (done.returncode, done.stdout) == (1, "")
     assert "x.gguf: cannot be written: File too large" in done.stderr
     assert list(here.iterdir()) == []
+
+
+def test_to_a_folder_and_back(call: Callable[..., Any], scripted: Path, here: Path) -> None:
+    made = call("convert", scripted, "--to", "safetensors", "-o", "folder", "--json")
+    report = json.loads(made.out)
+    assert {key: report[key] for key in ("command", "output", "dry_run", "type", "left_out", "rounded")} == {
+        "command": "convert",
+        "output": "folder",
+        "dry_run": False,
+        "type": report["type"],
+        "left_out": [],
+        "rounded": [],
+    }
+    assert sorted(path.name for path in Path("folder").iterdir()) == sorted([*report["files"], "model.safetensors"])
+    assert call("convert", scripted, "--to", "safetensors", "-o", "folder").code == 1
+    assert call("convert", scripted, "--to", "safetensors", "-o", "folder", "--force", "--quiet").out == "folder\n"
+    dry = call("convert", scripted, "--to", "safetensors", "-o", "other", "--dry-run")
+    assert dry.out.startswith("would write other: ")
+    assert not Path("other").exists()
+    assert call("convert", "folder", "-o", "back.gguf", "--quiet").out == "back.gguf\n"
+    answers = [call("run", path, "A", "--no-chat", "--temp", "0", "--quiet").out for path in (scripted, "folder", "back.gguf")]
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_split_and_merged(call: Callable[..., Any], scripted: Path, here: Path) -> None:
+    call("convert", scripted, "-o", "whole.gguf")
+    size = Path("whole.gguf").stat().st_size
+    dry = call("convert", scripted, "-o", "part.gguf", "--split-max-size", str(size // 4), "--dry-run")
+    assert "would write part.gguf in " in dry.out
+    done = call("convert", scripted, "-o", "part.gguf", "--split-max-size", str(size // 4), "--quiet")
+    parts = sorted(Path().glob("part-*.gguf"))
+    assert len(parts) > 2
+    assert done.out == f"part-00001-of-{len(parts):05d}.gguf\n"
+    assert call("convert", scripted, "-o", "part.gguf", "--split-max-size", str(size // 4)).code == 1
+    assert call("convert", parts[1], "-o", "merged.gguf", "--quiet").code == 0
+    assert Path("merged.gguf").read_bytes() == Path("whole.gguf").read_bytes()
+    parts[0].unlink()
+    missing = call("convert", parts[1], "-o", "again.gguf")
+    assert (missing.code, f"{parts[0].name}: no such file" in missing.err) == (1, True)
+
+
+def test_the_vocabulary_alone(call: Callable[..., Any], folder: Path, here: Path) -> None:
+    """Of a folder without weights too."""
+    (folder / "model.safetensors").unlink()
+    done = call("convert", folder, "--vocab-only", "--quiet")
+    assert done.code == 0
+    assert done.out.endswith("-vocab.gguf\n")
+    with open_checkpoint(done.out.strip()) as checkpoint:
+        assert checkpoint.names() == []
+        assert len(checkpoint.metadata["tokenizer.ggml.tokens"]) == checkpoint.metadata["llama.vocab_size"]
+    again = call("convert", done.out.strip(), "--vocab-only", "-o", "again.gguf", "--quiet")
+    assert Path(again.out.strip()).read_bytes() == Path(done.out.strip()).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--vocab-only", "--type", "F16"], "--vocab-only writes no weights: --type has nothing to do"),
+        (["--to", "safetensors", "--pre", "qwen2"], "--pre is for writing gguf files, not --to safetensors"),
+        (["--split-max-size", "many"], "--split-max-size many: expected a size like 500m or 2g"),
+        (["--lora", "folder=much"], "--lora folder=much: expected adapter or adapter=scale"),
+    ],
+)
+def test_options_that_make_no_sense(call: Callable[..., Any], scripted: Path, arguments: list[str], message: str) -> None:
+    done = call("convert", scripted, *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err.lower()

@@ -225,15 +225,16 @@ class _HfSource:
         names += found.modules
         self.left_out = [*(name for name in names if _NOT_TEXT.search(name)), *found.of_activations]
         text = [name for name in names if not _NOT_TEXT.search(name)]
-        self.stored = {_canonical(name): name for name in text}
-        self.packed = {_canonical(name): module for name, module in found.modules.items() if not _NOT_TEXT.search(name)}
+        self.stored = {canonical_name(name): name for name in text}
+        self.packed = {canonical_name(name): module for name, module in found.modules.items() if not _NOT_TEXT.search(name)}
         if len(self.stored) != len(text):
-            twice = next(name for name in text if self.stored[_canonical(name)] != name)
+            twice = next(name for name in text if self.stored[canonical_name(name)] != name)
             raise FormatError(f"{checkpoint.path}: tensor {quoted(twice)} is there twice, under two names of the same module")
 
     def read(self, name: str) -> np.ndarray | QuantTensor:
         return self.checkpoint.read(self.stored[name])
 
 
-def _canonical(name: str) -> str:
+def canonical_name(name: str) -> str:
+    """The name without what multimodal checkpoints put before the language model's."""
     return _NESTED.sub("model.", name).replace("language_model.lm_head", "lm_head")
