@@ -21,6 +21,7 @@ from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.quant.imatrix import ImportanceMatrix
 from llmctl.quant.naming import file_name
+from llmctl.quant.packed_source import packed_warnings
 from llmctl.quant.recipe import RECIPES, Choice, Recipe, choose_types, is_matrix, model_facts
 from llmctl.quant.rtn import Rounded, first_nonfinite, round_to_nearest
 from llmctl.quant.source import ModelSource, SourceTensor
@@ -50,12 +51,17 @@ class PlannedTensor:
     @property
     def bytes_before(self) -> int:
         """Bytes in the source."""
-        return _nbytes(self.source.format, self.source.shape)
+        return self.source.packed.nbytes if self.source.packed else _nbytes(self.source.format, self.source.shape)
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether it was packed integers, and the same integers are written."""
+        return self.source.packed is not None and self.format.name in self.source.packed.keeps
 
     @property
     def requantized(self) -> bool:
         """Whether it was rounded before and is rounded again."""
-        return not self.source.format.is_plain and not self.format.is_plain and self.source.format != self.format
+        return not (self.source.format.is_plain or self.format.is_plain or self.keeps_codes or self.source.format == self.format)
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,7 @@ def _kept(source: ModelSource, tensor: SourceTensor) -> Choice:
         return Choice(kept)
     if not is_matrix(tensor.name, tensor.shape):
         return Choice(FORMATS["F32"])
-    if kept.name in CAST_LIMITS:
+    if kept.name in CAST_LIMITS or not kept.is_plain:
         return Choice(kept)
     return Choice(FORMATS["F32"], replaced=kept)
 
@@ -299,6 +305,7 @@ def plan_warnings(plan: Plan) -> Iterator[str]:
     if plan.unweighted:
         names = tensor_names(plan.unweighted)
         yield f"{_tensors(len(plan.unweighted))} rounded without importance, which {plan.importance.path} has not for: {names}"
+    yield from packed_warnings(plan.tensors)
     if plan.requantized:
         types = ", ".join(sorted({tensor.source.format.name for tensor in plan.requantized}))
         yield (

@@ -20,6 +20,7 @@ from llmctl.quant.expressible import check_expressible
 from llmctl.quant.left_out import left_out_of
 from llmctl.quant.lora import Adapter, MergedWeights
 from llmctl.quant.naming import describe_folder
+from llmctl.quant.packed_source import describe
 from llmctl.quant.rtn import Tensor, stored_format
 from llmctl.quant.source import ModelSource, SourceTensor, gguf_order
 from llmctl.quant.tokenizer import tokenizer_keys
@@ -34,7 +35,7 @@ from llmctl.runtime.models.decoder import Decoder
 from llmctl.runtime.models.family import Family
 from llmctl.runtime.models.gguf_config import factor_tensors, metadata_from_config
 from llmctl.runtime.models.registry import family_by_model_type
-from llmctl.runtime.models.weights import ModelWeights
+from llmctl.runtime.models.weights import ModelWeights, StoredWeight
 
 _QUANTIZATION_VERSION = 2  # of llama.cpp's block formats
 # Names of runtime.loading.sampling_defaults → GGUF keys below general.sampling.
@@ -116,9 +117,10 @@ class _Recorder:
         self.read_names: list[str] = []
         self._weights = weights
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> Tensor | StoredWeight:
+        """The tensor; of a packed weight, which is unpacked when it is its turn, what its headers say."""
         self.read_names.append(name)
-        return self._weights.read(name)
+        return self._weights.stored(name) if self._weights.packed(name) else self._weights.read(name)
 
     def release(self, name: str) -> None:
         """Nothing was touched."""
@@ -152,9 +154,15 @@ def _tensor(weights: ModelWeights, merged: MergedWeights, name: str) -> SourceTe
     gguf_name = weights.family.gguf_names.to_gguf(name)
     if gguf_name is None:
         raise UnsupportedError(f"{weights.checkpoint.path}: GGUF has no name for tensor {quoted(name)}")
-    tensor = weights.read(name)
-    found = SourceTensor(gguf_name, name, stored_format(tensor), tensor.shape, gguf_reader(merged, name))
-    return replace(found, format=FORMATS["F32"], kept=found.format) if name in merged.changed else found
+    read = gguf_reader(merged, name)
+    if module := weights.packed(name):
+        facts = describe(module, weights.stored(name).nbytes)
+        kept = facts.natural(module.shape[-1])
+        found = SourceTensor(gguf_name, name, facts.format, module.shape, read, kept, None if name in merged.changed else facts)
+    else:
+        tensor = weights.read(name)
+        found = SourceTensor(gguf_name, name, stored_format(tensor), tensor.shape, read)
+    return replace(found, format=FORMATS["F32"], kept=found.kept or found.format) if name in merged.changed else found
 
 
 def gguf_reader(weights: MergedWeights, name: str) -> Callable[[], Tensor]:

@@ -101,10 +101,17 @@ def document(plan: Plan, written: Written | None, warnings: Sequence[str], **fac
             if t.replaced is not None
         ],
         "requantized": [tensor.source.name for tensor in plan.requantized],
+        "kept_codes": [_kept(tensor) for tensor in plan.tensors if tensor.keeps_codes],
         "left_out": plan.source.left_out,
         "warnings": list(warnings),
         "tensors": [_entry(tensor, rounded) for tensor, rounded in tensors],
     }
+
+
+def _kept(tensor: PlannedTensor) -> dict[str, Any]:
+    """A weight whose codes are written unchanged. rounding: of its scales (relative) or offsets (in steps); 0 is exact."""
+    assert tensor.source.packed is not None
+    return {"name": tensor.source.name, "type": tensor.format.name, "rounding": tensor.source.packed.error_in(tensor.format.name)}
 
 
 def _types(plan: Plan) -> dict[str, dict[str, int]]:

@@ -6,7 +6,7 @@ Pure: (weight, format, importance) → the rounded tensor and how far it is from
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod, sqrt
 
 import numpy as np
@@ -14,12 +14,14 @@ import numpy as np
 from llmctl.errors import FormatError
 from llmctl.kernels.encode import Encoder
 from llmctl.kernels.formats.codecs import dequantize
+from llmctl.kernels.formats.integer_blocks import as_blocks
 from llmctl.kernels.formats.mapped import release_mapped
+from llmctl.kernels.formats.packed_int import PackedIntTensor
 from llmctl.kernels.formats.plain import PLAIN_DTYPES, plain_format
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import Format
 
-Tensor = np.ndarray | QuantTensor
+Tensor = np.ndarray | QuantTensor | PackedIntTensor
 
 _CHUNK_ELEMENTS = 1 << 20  # 4 MiB as float32: what is unfolded at once, whatever the size of the tensor
 
@@ -50,7 +52,14 @@ def relative_error(squared_error: float, squared_weight: float) -> float:
 
 def stored_format(tensor: Tensor) -> Format:
     """The format a tensor in memory is stored in; UnsupportedError for numbers that have none."""
+    if isinstance(tensor, PackedIntTensor):
+        return packed_format(tensor.bits)
     return tensor.format if isinstance(tensor, QuantTensor) else plain_format(tensor.dtype)
+
+
+def packed_format(bits: int) -> Format:
+    """What stands for grouped integers, which are no stored format of a GGUF file, in plans and reports."""
+    return Format(f"INT{bits}", -1, 8, bits)
 
 
 def round_to_nearest(
@@ -63,7 +72,8 @@ def round_to_nearest(
 ) -> Rounded:
     """The weight in another format, rounded block by block along its last axis.
 
-    weight: plain numbers or blocks, any shape; blocks are unfolded first. form: one with an encoder. The same format again
+    weight: plain numbers or blocks, any shape, or packed integers; they are unfolded first, but integers that `form` can hold
+    keep their codes. form: one with an encoder. The same format again
     gives the same tensor, bit for bit. importance: float32, weights of the squared errors in each column: (K,), or (E, K) for a
     stack of E matrices. measure: also work out the error. encoder: with the threads to use; one by default.
     Memory beyond the result is a few chunks; the pages of a mapped weight are released as they are done with. Raises FormatError
@@ -80,13 +90,14 @@ def round_to_nearest(
     for start, stop in _chunks(rows.shape, rows_per_matrix):
         part = _slice(rows, start, stop)
         columns = importance if importance is None or importance.ndim == 1 else importance[start // rows_per_matrix]
-        rounded = _encode(encoder, _plain(part, form), form, columns, start)
+        kept = as_blocks(part, form) if isinstance(part, PackedIntTensor) else None
+        rounded = kept or _encode(encoder, _plain(part, form), form, columns, start)
         _store(made, start, stop, rounded)
         if measure:
             values = dequantize(part)
             squared_weight += _squared(values)
             squared_error += _squared(values - dequantize(rounded))
-        release_mapped(part.blocks if isinstance(part, QuantTensor) else part)
+        release_mapped(_bytes(part))
     return Rounded(result, squared_error if measure else None, squared_weight if measure else None)
 
 
@@ -102,8 +113,13 @@ def first_nonfinite(weight: Tensor) -> tuple[int, int] | None:
 
 
 def _plain(part: Tensor, form: Format) -> np.ndarray:
-    """Blocks unfolded; plain numbers as they are, but for F32, which holds them all, NaN and infinity too."""
-    return dequantize(part) if isinstance(part, QuantTensor) or form.name == "F32" else part
+    """Blocks and packed integers unfolded; plain numbers as they are, but for F32, which holds them all, NaN and infinity too."""
+    return dequantize(part) if not isinstance(part, np.ndarray) or form.name == "F32" else part
+
+
+def _bytes(part: Tensor) -> np.ndarray:
+    """The array that most of the tensor is in."""
+    return part.blocks if isinstance(part, QuantTensor) else part.codes if isinstance(part, PackedIntTensor) else part
 
 
 def _encode(encoder: Encoder, part: np.ndarray, form: Format, importance: np.ndarray | None, first_row: int) -> Tensor:
@@ -119,12 +135,19 @@ def _rows(tensor: Tensor) -> Tensor:
     shape = (prod(tensor.shape[:-1]), columns)
     if isinstance(tensor, QuantTensor):
         return QuantTensor(tensor.format, shape, tensor.blocks.reshape(shape[0], -1))
+    if isinstance(tensor, PackedIntTensor):
+        assert len(tensor.shape) == 2, tensor.shape
+        return tensor
     return tensor.reshape(shape)
 
 
 def _slice(rows: Tensor, start: int, stop: int) -> Tensor:
     if isinstance(rows, QuantTensor):
         return QuantTensor(rows.format, (stop - start, rows.shape[1]), rows.blocks[start:stop])
+    if isinstance(rows, PackedIntTensor):
+        zeros = None if rows.zero_points is None else rows.zero_points[start:stop]
+        part = {"codes": rows.codes[start:stop], "scales": rows.scales[start:stop], "zero_points": zeros}
+        return replace(rows, shape=(stop - start, rows.shape[1]), **part)
     return rows[start:stop]
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmctl.errors import UnsupportedError
 from llmctl.kernels.formats.spec import FORMATS, Format
+from llmctl.quant.packed_source import PackedFacts
 from llmctl.quant.rtn import Tensor
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
@@ -30,7 +31,8 @@ class SourceTensor:
 
     name: GGUF's. origin: the name in the source, for messages. format, shape: as stored, torch order.
     read: the tensor in GGUF's layout. kept: the type it keeps if none is asked for, where that is not the one it is read in
-    (weights with an adapter added are read as float32).
+    (weights with an adapter added are read as float32). packed: of weights stored as several tensors, which types keep their
+    codes.
     """
 
     name: str
@@ -39,6 +41,7 @@ class SourceTensor:
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
     kept: Format | None = None
+    packed: PackedFacts | None = None
 
 
 @dataclass

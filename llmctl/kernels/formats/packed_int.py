@@ -104,7 +104,7 @@ def dequantize_packed_int(tensor: PackedIntTensor, out: np.ndarray | None = None
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
         grouped = rows[part].reshape(-1, groups, tensor.columns_per_group)
-        grouped[...] = _unpack(codes[part], tensor.bits).reshape(grouped.shape)
+        grouped[...] = unpack_packed_int(codes[part], tensor.bits).reshape(grouped.shape)
         grouped -= zeros[part]
         grouped *= scales[part]
         if tensor.column_order is not None:
@@ -119,8 +119,8 @@ def _zero_points(tensor: PackedIntTensor) -> np.ndarray:
     return tensor.zero_points.reshape(-1, tensor.num_groups, 1).astype(np.float32)
 
 
-def _unpack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 (rows, bytes) → uint8 (rows, columns)."""
+def unpack_packed_int(codes: np.ndarray, bits: int) -> np.ndarray:
+    """The codes of a tensor one a byte: uint8 (rows, bytes) → uint8 (rows, columns)."""
     if bits == 8:
         return codes
     return np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from llmctl.kernels.formats.packed_int import PackedIntTensor
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 
-Tensor = np.ndarray | QuantTensor
+Tensor = np.ndarray | QuantTensor | PackedIntTensor
 
 _LAYER = re.compile(r"^(model\.layers|blk)\.(\d+)\.(.+)$")
 
@@ -78,6 +79,9 @@ def _row_order(rows: int, num_heads: int) -> np.ndarray:
 def _reorder(tensor: Tensor, order: np.ndarray) -> Tensor:
     if isinstance(tensor, QuantTensor):
         return QuantTensor(tensor.format, tensor.shape, tensor.blocks[order])
+    if isinstance(tensor, PackedIntTensor):
+        zeros = None if tensor.zero_points is None else tensor.zero_points[order]
+        return replace(tensor, codes=tensor.codes[order], scales=tensor.scales[order], zero_points=zeros)
     return tensor[order]
 
 
