@@ -53,15 +53,15 @@ def make_samples(folder: Path) -> None:
     """Sound models to be damaged: one folder each. transformers makes two of them, so this is a process of its own."""
     from make_tiny_model import make_tiny_model
 
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
     for family, tokenizer in (("llama", "bpe"), ("gemma3", "sentencepiece")):
-        gemma = {"query_pre_attn_scalar": 8, "layer_types": ["sliding_attention"] * 2}
+        gemma = {"query_pre_attn_scalar": 16, "layer_types": ["sliding_attention"] * 2}
         choices = {**small, **gemma} if family == "gemma3" else small
         made = make_tiny_model(folder / family, family, tokenizer=tokenizer, **choices)
         _make_gguf(made, folder / f"{family}-gguf", "Q4_0")
     _make_all_formats(folder / "formats-gguf")
     _make_sharded(folder / "llama", folder / "sharded")
-    _make_packed(folder / "llama", folder / "packed")
+    _make_packed(folder / "llama", folder)
 
 
 def _make_gguf(source: Path, target: Path, type_name: str) -> None:
@@ -110,24 +110,19 @@ def _make_sharded(source: Path, target: Path) -> None:
     (target / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _make_packed(source: Path, target: Path) -> None:
-    """One projection of each layer packed as GPTQ does."""
-    import numpy as np
-    from safetensors.numpy import load_file, save_file
+def _make_packed(source: Path, folder: Path) -> None:
+    """The projections as GPTQ, AWQ, compressed-tensors and float8 store them."""
+    from make_packed_model import Choices, make_packed_model
 
-    shutil.copytree(source, target)
-    weights, rng = load_file(target / "model.safetensors"), np.random.default_rng(2)
-    for name in [name for name in weights if "_proj" in name]:
-        rows, columns = weights.pop(name).shape
-        module, groups = name.removesuffix(".weight"), columns // 32
-        weights[f"{module}.qweight"] = rng.integers(-(2**31), 2**31, (columns // 8, rows), np.int32)
-        weights[f"{module}.qzeros"] = np.full((groups, rows // 8), 0x77777777, np.int32)
-        weights[f"{module}.scales"] = rng.uniform(0.01, 0.02, (groups, rows)).astype(np.float16)
-        weights[f"{module}.g_idx"] = (np.arange(columns) // 32).astype(np.int32)
-    save_file(weights, target / "model.safetensors")
-    config = json.loads((target / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
-    (target / "config.json").write_text(json.dumps(config))
+    layouts = {
+        "gptq": Choices("gptq", 4, 32, act_order=True),
+        "gptq-3": Choices("gptq_v2", 3, 32, symmetric=False),
+        "awq": Choices("awq", 4, 32, symmetric=False),
+        "compressed": Choices("compressed-tensors", 4, 32, symmetric=False),
+        "fp8": Choices("fp8"),
+    }
+    for name, choices in layouts.items():
+        make_packed_model(source, folder / name, choices)
 
 
 # --- one file ----------------------------------------------------------------------------------------------------------------
@@ -162,7 +157,7 @@ def read_all(path: Path) -> str:
     from llmctl.quant.verify import verify
 
     outcome = "sound"
-    for step in (_read_tensors, _use_tokenizer):
+    for step in (_read_tensors, _read_weights, _use_tokenizer):
         try:
             step(path)
         except LlmctlError as error:
@@ -204,6 +199,19 @@ def _read_tensors(path: Path) -> None:
                 dequantize(tensor)
             else:
                 tensor.tobytes()
+
+
+def _read_weights(path: Path) -> None:
+    """As the model sees them: rows in order, codes with their scales."""
+    from llmctl.kernels.formats.codecs import dequantize
+    from llmctl.runtime.checkpoint import open_checkpoint
+    from llmctl.runtime.models.weights import ModelWeights
+
+    with open_checkpoint(path) as checkpoint:
+        weights = ModelWeights(checkpoint)
+        for name in weights.names():
+            if weights.stored(name).num_elements <= _SMALL:
+                dequantize(weights.read(name))
 
 
 def _use_tokenizer(path: Path) -> None:

@@ -7,7 +7,7 @@ was made from. Weights are unfolded slice by slice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log10, sqrt
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.quant.workers import Progress, Workers
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.checkpoint import Checkpoint
-from llmctl.runtime.checkpoint.dtypes import format_of
 from llmctl.runtime.models.weights import ModelWeights
 
 _SLICE_ELEMENTS = 1 << 18  # as float32, what three of it are stays in the cache
@@ -98,10 +97,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Side:
-    """One of the two: its names in order, and how a tensor of a name is read."""
+    """One of the two: its names in order, and how a tensor of a name is read and what it is stored as."""
 
     names: dict[str, None]
     read: Callable[[str], Tensor]
+    type: Callable[[str], str]
 
     def has(self, name: str) -> str | None:
         """The name the tensor has here: a model whose head is its embedding stores it once."""
@@ -140,12 +140,12 @@ def _sides(here: Checkpoint, there: Checkpoint) -> tuple[_Side, _Side]:
 
 
 def _stored_side(checkpoint: Checkpoint) -> _Side:
-    return _Side(dict.fromkeys(checkpoint.names()), checkpoint.read)
+    return _Side(dict.fromkeys(checkpoint.names()), checkpoint.read, lambda name: checkpoint.entry(name).format.name)
 
 
 def _model_side(checkpoint: Checkpoint) -> _Side:
     weights = ModelWeights(checkpoint)
-    return _Side(dict.fromkeys(weights.names()), weights.read)
+    return _Side(dict.fromkeys(weights.names()), weights.read, lambda name: weights.stored(name).form)
 
 
 def _pairs(left: _Side, right: _Side, result: Comparison) -> list[tuple[str, str, str]]:
@@ -177,7 +177,7 @@ def _difference(
             _release(part)
         workers.advance(sum(part.nbytes for part in parts))
     return Difference(
-        name, _type(tensor), _type(reference), tuple(tensor.shape), sums.max_error, sums.squared_error, sums.squared_reference,
+        name, left.type(here), right.type(there), tuple(tensor.shape), sums.max_error, sums.squared_error, sums.squared_reference,
         sums.identical, sums.nonfinite,
     )  # fmt: skip
 
@@ -232,10 +232,6 @@ def _same_bytes(left: Tensor, right: Tensor) -> bool:
     return False
 
 
-def _type(tensor: Tensor) -> str:
-    return f"INT{tensor.bits}" if isinstance(tensor, PackedIntTensor) else format_of(tensor).name
-
-
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor with two axes; a number or vector is one row."""
     columns = tensor.shape[-1] if tensor.shape else 1
@@ -243,15 +239,9 @@ def _rows(tensor: Tensor) -> Tensor:
     if isinstance(tensor, QuantTensor):
         return QuantTensor(tensor.format, (rows, columns), tensor.blocks.reshape(rows, -1))
     if isinstance(tensor, PackedIntTensor):
-        zeros = tensor.zero_points
-        return PackedIntTensor(
-            tensor.bits,
-            tensor.group_size,
-            (rows, columns),
-            tensor.codes.reshape(rows, -1),
-            tensor.scales.reshape(rows, -1),
-            zeros if zeros is None else zeros.reshape(rows, -1),
-        )
+        zeros = None if tensor.zero_points is None else tensor.zero_points.reshape(rows, -1)
+        codes, scales = tensor.codes.reshape(rows, -1), tensor.scales.reshape(rows, -1)
+        return replace(tensor, shape=(rows, columns), codes=codes, scales=scales, zero_points=zeros)
     return tensor.reshape(rows, columns)
 
 
@@ -261,15 +251,9 @@ def _part(tensor: Tensor, start: int, stop: int) -> Tensor:
         blocks = tensor.blocks[start:stop]
         return QuantTensor(tensor.format, (len(blocks), tensor.shape[1]), blocks)
     if isinstance(tensor, PackedIntTensor):
-        codes, zeros = tensor.codes[start:stop], tensor.zero_points
-        return PackedIntTensor(
-            tensor.bits,
-            tensor.group_size,
-            (len(codes), tensor.shape[1]),
-            codes,
-            tensor.scales[start:stop],
-            zeros if zeros is None else zeros[start:stop],
-        )
+        codes, scales = tensor.codes[start:stop], tensor.scales[start:stop]
+        zeros = None if tensor.zero_points is None else tensor.zero_points[start:stop]
+        return replace(tensor, shape=(len(codes), tensor.shape[1]), codes=codes, scales=scales, zero_points=zeros)
     return tensor[start:stop]
 
 
