@@ -24,6 +24,7 @@ from llmctl.runtime.checkpoint.text import quoted
 # Part of the format, but below one byte or complex: no weight here is stored so.
 _KNOWN_UNREAD = ("F4", "F6_E2M3", "F6_E3M2", "C64")
 _MAX_BYTES = 2**63 - 1
+_MAX_AXES = 32  # numpy's, before its version 2
 
 
 @dataclass(frozen=True)
@@ -104,16 +105,21 @@ def _entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
         raise FormatError(f"{what} must have dtype, shape and data_offsets")
     form = _format(what, info["dtype"])
     shape = tuple(_naturals(what, "shape", info["shape"]))
+    if len(shape) > _MAX_AXES:
+        raise FormatError(f"{what} claims {len(shape)} axes, the limit is {_MAX_AXES}")
     offsets = _naturals(what, "data_offsets", info["data_offsets"])
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise FormatError(f"{what} has data_offsets {offsets}, expected [begin, end] with begin ≤ end")
+        raise FormatError(f"{what} has data_offsets {quoted(offsets)}, expected [begin, end] with begin ≤ end")
     begin, end = offsets
+    if end > _MAX_BYTES:
+        raise FormatError(f"{what} has data_offsets {quoted(offsets)}, beyond any file")
     nbytes = prod(shape) * form.bytes_per_block
     if nbytes > _MAX_BYTES:
-        raise FormatError(f"{what} of shape {list(shape)} claims {nbytes} bytes")
+        raise FormatError(f"{what} of shape {quoted(list(shape))} claims {quoted(nbytes)} bytes")
     if nbytes != end - begin:
         raise FormatError(
-            f"{what} of shape {list(shape)} and dtype {form.name} needs {nbytes} bytes, its data_offsets span {end - begin}"
+            f"{what} of shape {quoted(list(shape))} and dtype {form.name} needs {nbytes} bytes, "
+            f"its data_offsets span {end - begin}"
         )
     return TensorEntry(name, form, shape, nbytes, path, data_start + begin)
 

@@ -116,6 +116,22 @@ def test_offsets_that_are_none(check, offsets: object) -> None:
     check(one(data_offsets=offsets), bytes(16), "tensor 'w' has the data_offsets .*, expected a list of whole numbers")
 
 
+def test_more_axes_than_an_array_can_have(check) -> None:
+    check(one(shape=[1] * 33), bytes(4), "tensor 'w' claims 33 axes, the limit is 32")
+    check(one(shape=[1] * 5000), bytes(4), "tensor 'w' claims 5000 axes")
+
+
+def test_numbers_without_end_are_not_shown_whole(check, write_file, raw_safetensors) -> None:
+    """Python itself refuses to write numbers of more than 4300 digits."""
+    offsets = ([1] * 5000, [0, 10**4200], [10**4299, 10**4299 + 16])
+    shapes = ([10**4000, 10**4000], list(range(5000)))
+    for changes in (*({"data_offsets": value} for value in offsets), *({"shape": value} for value in shapes)):
+        path = write_file("model.safetensors", raw_safetensors(one(**changes), bytes(16)))
+        with pytest.raises(FormatError) as caught:
+            open_checkpoint(path)
+        assert len(str(caught.value)) < 500
+
+
 @pytest.mark.parametrize("offsets", [[16, 0], [0], [0, 8, 16], []])
 def test_offsets_that_are_no_range(check, offsets: object) -> None:
     check(one(data_offsets=offsets), bytes(16), r"tensor 'w' has data_offsets .*, expected \[begin, end\]")
