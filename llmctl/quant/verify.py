@@ -21,9 +21,10 @@ from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.checkpoint import Checkpoint
 from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models.weights import ModelWeights
-from llmctl.runtime.tokenizer import load_tokenizer
+from llmctl.runtime.tokenizer import Tokenizer, load_tokenizer
 
 _EMBEDDINGS = ("token_embd.weight", "model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
+_NO_TOKEN = 0xFFFFFFFF  # how some writers say that there is none
 _LAYER = re.compile(r"blk\.(\d+)\.")
 # Below the architecture; what every language model's file states.
 _CORE_KEYS = ("block_count", "context_length", "embedding_length")
@@ -188,12 +189,33 @@ def _tokenizer(checkpoint: Checkpoint, weights: ModelWeights | None) -> Check:
         level = "warning" if isinstance(error, UnsupportedError) else "error"
         check.findings.append(Finding(level, "tokenizer", _without_path(error, checkpoint.path)))
         return check
-    if rows is not None and tokenizer.vocab_size > rows:
-        surplus = all(tokenizer.is_added(token) for token in range(rows, tokenizer.vocab_size))
-        text = quoted(tokenizer.token_text(rows))
-        message = f"{tokenizer.vocab_size} tokens, but {rows} rows of embedding; the first surplus token is {text} (id {rows})"
-        check.findings.append(Finding("warning" if surplus else "error", "tokenizer", message))
+    if rows is not None:
+        check.findings += _row_findings(checkpoint, tokenizer, rows)
+    if checkpoint.kind == "gguf":
+        check.findings += _special_findings(checkpoint, tokenizer.vocab_size)
     return check
+
+
+def _special_findings(checkpoint: Checkpoint, count: int) -> Iterator[Finding]:
+    """The ids of BOS, EOS and the like must be tokens: we ignore what is none, others index with it."""
+    for key, value in checkpoint.metadata.items():
+        if not key.startswith("tokenizer.ggml.") or not key.endswith("_token_id") or value == _NO_TOKEN:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
+            yield Finding("error", "tokenizer", f"{key} is {quoted(value)}, which is none of the {count} tokens")
+
+
+def _row_findings(checkpoint: Checkpoint, tokenizer: Tokenizer, rows: int) -> Iterator[Finding]:
+    """Tokens and rows should be as many. Tokens added for what the text model cannot see (pictures) do no harm."""
+    count = tokenizer.vocab_size
+    if count > rows:
+        added = all(tokenizer.is_added(token) for token in range(rows, count))
+        first = f"{quoted(tokenizer.token_text(rows))} (id {rows})"
+        message = f"{count} tokens, but {rows} rows of embedding; the first surplus token is {first}"
+        yield Finding("warning" if added else "error", "tokenizer", message)
+    elif count < rows and checkpoint.kind == "gguf":
+        message = f"{count} tokens, but {rows} rows of embedding: llama.cpp asks for as many; unused tokens should fill them"
+        yield Finding("warning", "tokenizer", message)
 
 
 def _embedding_rows(checkpoint: Checkpoint, weights: ModelWeights | None) -> int | None:

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from make_packed_model import Choices, make_packed_model
 from safetensors.numpy import load_file, save_file
 
 from llmctl.errors import FormatError, OutputError
 from llmctl.quant import manifest as manifests
+from llmctl.quant.compare import compare
 from llmctl.quant.convert import Written
 from llmctl.quant.verify import Report, verify
 from llmctl.quant.workers import Workers
@@ -132,6 +134,49 @@ def test_more_tokens_than_rows(gguf: Path) -> None:
     report = verify(rewrite(gguf, add_tokens))
     assert messages(report, "tokenizer") == [
         "error: : 386 tokens, but 384 rows of embedding; the first surplus token is 'surplus' (id 384)"
+    ]
+
+
+def test_fewer_tokens_than_rows(gguf: Path) -> None:
+    """We read such a file; llama.cpp does not."""
+
+    def cut(metadata: dict[str, Any]) -> None:
+        for key in ("tokens", "token_type"):
+            metadata[f"tokenizer.ggml.{key}"] = metadata[f"tokenizer.ggml.{key}"][:380]
+        merges, left = metadata["tokenizer.ggml.merges"], set(metadata["tokenizer.ggml.tokens"])
+        metadata["tokenizer.ggml.merges"] = [pair for pair in merges if pair.replace(" ", "") in left]
+
+    report = verify(rewrite(gguf, cut))
+    assert report.ok
+    assert messages(report, "tokenizer")[0].startswith("warning: : 380 tokens, but 384 rows of embedding: llama.cpp asks")
+
+
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "eot_token_id", "padding_token_id"])
+def test_special_tokens_that_are_none(gguf: Path, key: str) -> None:
+    report = verify(rewrite(gguf, lambda metadata: metadata.update({f"tokenizer.ggml.{key}": 384})))
+    assert messages(report, "tokenizer") == [f"error: : tokenizer.ggml.{key} is 384, which is none of the 384 tokens"]
+    assert verify(rewrite(gguf, lambda metadata: metadata.update({f"tokenizer.ggml.{key}": 0xFFFFFFFF}))).ok
+
+
+def test_packed_weights(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """Codes, scales and indices of every layout are looked at; what is damaged is named."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    layouts = Choices("gptq", 4, 32, act_order=True), Choices("awq", 4, 32), Choices("compressed-tensors", 4, 64), Choices("fp8")
+    for number, choices in enumerate(layouts):
+        folder = make_packed_model(tiny("llama", **sizes), tmp_path / str(number), choices, values=tmp_path / f"v{number}")
+        report = verify(folder, threads=2)
+        assert (report.findings, report.ok) == ([], True)
+        assert compare(folder, tmp_path / f"v{number}").total.max_error < 1e-6
+    weights = load_file(tmp_path / "0" / "model.safetensors")
+    weights["model.layers.0.self_attn.q_proj.g_idx"][7] = 4
+    weights["model.layers.1.mlp.up_proj.scales"][1, 2] = np.nan
+    save_file(weights, tmp_path / "0" / "model.safetensors")
+    report = verify(tmp_path / "0")
+    assert messages(report, "groups") == [
+        "error: model.layers.0.self_attn.q_proj.g_idx: 1 of 128 entries are not in [0, 4), the first 4 at 7"
+    ]
+    assert messages(report, "values") == [
+        "error: model.layers.1.mlp.up_proj.scales: F16: 1 of 768 numbers are NaN or infinite, the first in row 1, column 2"
     ]
 
 

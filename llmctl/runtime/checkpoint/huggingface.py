@@ -14,6 +14,7 @@ from llmctl.runtime.checkpoint.text import quoted
 
 INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
+_MAX_NAME = 255
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -115,5 +116,5 @@ def _from_index(path: Path) -> WeightFiles:
 
 
 def _is_plain_name(name: str) -> bool:
-    """Whether the name stays in its folder on any system: no separators, drive or parent."""
-    return bool(name) and name not in (".", "..") and not set(name) & set("/\\:\0")
+    """Whether the name stays in its folder on any system: no separators, drive or parent; and is one a file can have."""
+    return 0 < len(name) <= _MAX_NAME and name not in (".", "..") and not set(name) & set("/\\:\0")
