@@ -165,7 +165,7 @@ def test_a_folder_without_tokenizer(call: Callable[..., Any], folder: Path, here
 
 
 def test_overflow_names_the_tensor_and_leaves_no_file(call: Callable[..., Any], folder: Path, here: Path) -> None:
-    """CASES 3."""
+    """float16 ends at 65504, bfloat16 does not."""
     weight = load_file(folder / "model.safetensors")[UP].copy()
     weight[2, 7] = 1e5
     change(folder, **{UP: weight})
@@ -177,7 +177,7 @@ def test_overflow_names_the_tensor_and_leaves_no_file(call: Callable[..., Any], 
 
 
 def test_surplus_tokens(call: Callable[..., Any], folder: Path) -> None:
-    """CASES 7, and the way out that the message names."""
+    """Tokens without a row of the embedding, and the way out that the message names."""
     document = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     flags = {"normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
     document["added_tokens"].append({"id": 272, "content": "<surplus>", "special": True, **flags})
@@ -190,7 +190,7 @@ def test_surplus_tokens(call: Callable[..., Any], folder: Path) -> None:
 
 
 def test_names_beyond_ascii(call: Callable[..., Any], folder: Path, llmctl: Callable[..., Any]) -> None:
-    """CASES 44: the path opens, output that the terminal cannot show is replaced, JSON stays valid."""
+    """The path opens, output that the terminal cannot show is replaced, JSON stays valid."""
     odd = folder.rename(folder.with_name("modèle ü 🙂"))
     assert call("convert", odd, "-o", "né 🙂.gguf").out == "né 🙂.gguf\n"
     assert open_checkpoint("né 🙂.gguf").metadata["general.name"] == "modèle ü 🙂"
@@ -204,7 +204,7 @@ def test_names_beyond_ascii(call: Callable[..., Any], folder: Path, llmctl: Call
 def test_a_read_only_folder(
     call: Callable[..., Any], scripted: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CASES 45. The tests may run as root, who may write anywhere, so the system's answer is the test's."""
+    """The tests may run as root, who may write anywhere, so the system's answer is the test's."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     done = call("convert", scripted, "-o", "x.gguf")
     assert (done.code, done.err) == (1, "llmctl: error: x.gguf: the folder . cannot be written to\n")
@@ -212,7 +212,7 @@ def test_a_read_only_folder(
 
 
 def test_a_file_too_large_for_its_disk(scripted: Path, here: Path, llmctl: Callable[..., Any]) -> None:
-    """CASES 45, with a limit of the system in place of a full disk."""
+    """With a limit of the system in place of a full disk."""
     import resource
 
     def limit() -> None:

@@ -155,7 +155,7 @@ def test_blocks_are_those_of_gguf_py(tiny: Tiny, convert: Convert, tmp_path: Pat
 
 
 def test_a_tied_head_is_written_once(tiny: Tiny, changed: Any, convert: Convert, logits: Any, tmp_path: Path) -> None:
-    """Also where the folder stores it twice; a stored head that is another is neither dropped nor taken (CASES 1, 17)."""
+    """Also where the folder stores it twice; a stored head that is another is neither dropped nor taken."""
     plain = convert(tiny("llama", tie_word_embeddings=True), tmp_path / "tied.gguf").output
     head = load_file(tiny("llama", tie_word_embeddings=True) / "model.safetensors")["model.embed_tokens.weight"]
     twice = changed("llama", {"lm_head.weight": head}, tie_word_embeddings=True)
@@ -183,7 +183,7 @@ def bf16_folder(changed: Any) -> tuple[Path, np.ndarray]:
 
 
 def test_by_default_the_type_is_kept_bit_by_bit(changed: Any, convert: Convert, tmp_path: Path) -> None:
-    """CASES 3. NaN is copied, but not without a word."""
+    """Whatever float16 could not hold; NaN is copied, but not without a word."""
     folder, weight = bf16_folder(changed)
     written = convert(folder, tmp_path / "out.gguf")
     with open_checkpoint(written.output) as checkpoint:
@@ -221,7 +221,7 @@ def test_values_that_do_not_fit_name_their_tensor(
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
 def test_quantizing_refuses_what_is_not_finite_everywhere(changed: Any, convert: Convert, tmp_path: Path, name: str) -> None:
-    """CASES 11: also in tensors that are only copied."""
+    """Also in tensors that are only copied."""
     weight = load_file(changed("llama") / "model.safetensors")[name]
     weight[..., 2] = np.inf
     save_file(load_file(tmp_path / "changed" / "model.safetensors") | {name: weight}, tmp_path / "changed" / "model.safetensors")
@@ -249,7 +249,7 @@ def test_float64_becomes_float32(changed: Any, convert: Convert, tmp_path: Path)
     ],
 )
 def test_tensors_that_are_not_as_the_config_says(changed: Any, tensors: dict[str, Any], error: type, message: str) -> None:
-    """Found before anything is written; a scale is never dropped (CASES 8)."""
+    """Found before anything is written; a scale is never dropped."""
     with pytest.raises(error, match=message):
         open_source(changed("llama", tensors))
 

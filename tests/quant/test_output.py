@@ -1,4 +1,4 @@
-"""The file appears whole, at a name that was free, or not at all (CASES 45)."""
+"""The file appears whole, at a name that was free, or not at all."""
 
 from __future__ import annotations
 

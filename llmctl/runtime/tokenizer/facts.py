@@ -119,7 +119,7 @@ def _unpack(token_id: int, text: str, flags: int) -> AddedToken:
 
 
 def end_token_ids(stated: list[int | None], control: dict[str, int]) -> tuple[int, ...]:
-    """The union of the stated end tokens, in order, and of the control tokens known to end a turn (CASES: union).
+    """The union of the stated end tokens, in order, and of the control tokens known to end a turn.
 
     stated: ids from every source; None is passed over.
     control: text → id of the control tokens.

@@ -1,4 +1,4 @@
-"""GGUF files that lie (CASES 55-57): each lie is its own error, names the file, and costs neither memory nor time."""
+"""GGUF files that lie: each lie is its own error, names the file, and costs neither memory nor time."""
 
 from __future__ import annotations
 

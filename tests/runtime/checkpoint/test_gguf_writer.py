@@ -1,4 +1,4 @@
-"""Our writer, read back by gguf-py's reader and by ours; what it refuses; what it leaves behind (CASES 1, 3, 45, 57)."""
+"""Our writer, read back by gguf-py's reader and by ours; what it refuses; what it leaves behind."""
 
 from __future__ import annotations
 

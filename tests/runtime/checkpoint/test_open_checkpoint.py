@@ -1,4 +1,4 @@
-"""What is not a checkpoint is called by its name (CASES 42, 55, 60)."""
+"""What is not a checkpoint is called by its name."""
 
 from __future__ import annotations
 

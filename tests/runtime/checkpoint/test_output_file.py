@@ -1,4 +1,4 @@
-"""Output appears complete or not at all (CASES 45)."""
+"""Output appears complete or not at all."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_the_index_goes_before_model_before_any_other(sharded: Path) -> None:
 
 
 def test_shard_name_that_no_file_can_have(sharded: Path) -> None:
-    with pytest.raises(FormatError, match="places tensor 'a' in 'n+…n+', expected the name of a file") as caught:
+    with pytest.raises(FormatError, match=r"places tensor 'a' in 'n+…n+', expected the name of a file") as caught:
         open_checkpoint(write_index(sharded, {"a": "n" * 3000}))
     assert len(str(caught.value)) < 500
 

@@ -1,4 +1,4 @@
-"""safetensors headers that lie (CASES 57, 58): each its own error that names the file."""
+"""safetensors headers that lie: each its own error that names the file."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_public_vocabularies_are_written_as_they_were(vocabulary: Callable[[str]
 
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.byte_level])
 def test_every_rule_is_recognised(name: str) -> None:
-    """CASES 9: by its own patterns, whatever the vocabulary."""
+    """By its own patterns, whatever the vocabulary: rules that are guessed give other ids for numbers."""
     rule = RULES[name]
     document = json.loads(byte_level(ignore_merges=rule.ignore_merges).to_str())
     description = described(tokenizers.Tokenizer.from_str(json.dumps(document)))
@@ -136,7 +136,7 @@ def test_an_unknown_rule_is_refused_by_name(pre: Any, named: str) -> None:
 
 
 def test_a_marked_bpe_is_sentencepiece_with_scores_from_the_merges() -> None:
-    """CASES 22: from tokenizer.json only; byte tokens typed as bytes."""
+    """From tokenizer.json only; byte tokens typed as bytes."""
     library = marked(all_ways=True)
     made = gguf_metadata(described(library), 900)
     assert (made.keys["tokenizer.ggml.model"], made.keys["tokenizer.ggml.pre"]) == ("llama", "default")
