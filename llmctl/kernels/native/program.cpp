@@ -214,7 +214,7 @@ struct Program::MatrixPhase : Program::Phase {
   void share_rows(Program& program, Worker& worker) {
     const int64_t step = std::clamp<int64_t>(num_rows / (8 * program.pool_->size()), 1, 16);
     for (int64_t first; (first = next_rows.fetch_add(step)) < num_rows;) {
-      program.look_up(worker);
+      program.poll(worker);
       for (int64_t row = first; row < std::min(first + step, num_rows); row++)
         compute_row(program, worker, row, true, program.quantized_);
     }
@@ -235,7 +235,7 @@ struct Program::MatrixPhase : Program::Phase {
   void run_chunks(Program& program, Worker& worker) {
     const int64_t blocks = (num_rows + block - 1) / block, per_block = static_cast<int64_t>(chunks.size());
     for (int64_t item; (item = next_item.fetch_add(1)) < blocks * per_block;) {
-      program.look_up(worker);
+      program.poll(worker);
       const int64_t first = item / per_block * block;
       run_chunk(program, worker, chunks[item % per_block], first, std::min(block, num_rows - first));
     }
@@ -412,7 +412,7 @@ struct Program::AttentionPhase : Program::Phase {
     Worker& worker = *program.workers_[number];
     Stopwatch watch = program.stopwatch(*this, number);
     for (int64_t i; (i = next_item.fetch_add(1)) < static_cast<int64_t>(work.items.size());) {
-      program.look_up(worker);
+      program.poll(worker);
       kernels.run(call, work.items[i], worker.attention.get(), program.partials_.get());
     }
     program.prefetch_after(*this, number);
@@ -534,7 +534,7 @@ void Program::run(const StepInput& input, const std::function<void()>& poll) {
 }
 
 // Between two pieces of work: the calling thread polls, the others see whether that ended the run.
-void Program::look_up(const Worker& worker) {
+void Program::poll(const Worker& worker) {
   if (worker.number != 0) return pool_->check();
   if (!poll_) return;
   const auto now = std::chrono::steady_clock::now();

@@ -146,7 +146,7 @@ class Program {
   Stopwatch stopwatch(const Phase& phase, int worker);
   int64_t rows_of(Domain domain) const { return domain == Domain::Tokens ? input_->tokens : input_->num_rows; }
   void prepare();
-  void look_up(const Worker& worker);
+  void poll(const Worker& worker);
 
   std::shared_ptr<ThreadPool> pool_;
   const Kernels* kernels_;
