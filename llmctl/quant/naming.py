@@ -70,9 +70,10 @@ def parse_name(identifier: str, num_elements: int) -> ModelName:
 
 
 def _title(name: str) -> str:
-    """The name for people: blanks for dashes, words that are all small letters capitalized."""
+    """The name for people: blanks for dashes, words in small letters capitalized but for versions and numbers."""
     words = name.replace("-", " ").split()
-    return " ".join(word.capitalize() if word.isalpha() and word.islower() else word for word in words)
+    plain = [not word.islower() or word[0].isdigit() or _VERSION.fullmatch(word) is not None for word in words]
+    return " ".join(word if kept else word.title() for word, kept in zip(words, plain, strict=True))
 
 
 def _is_size(part: str, num_elements: int) -> bool:

@@ -13,7 +13,7 @@ from llmctl.quant.naming import ModelName, describe_folder, file_name, parse_nam
 @pytest.mark.parametrize(
     ("text", "count", "expected"),
     [
-        ("smollm2-135m-fp16", 134e6, ModelName("smollm2 135m fp16", "smollm2", "135M")),
+        ("smollm2-135m-fp16", 134e6, ModelName("Smollm2 135m Fp16", "smollm2", "135M")),
         (
             "meta-llama/Llama-3.2-1B-Instruct",
             1.24e9,
