@@ -22,7 +22,7 @@ from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.quant.imatrix import ImportanceMatrix
 from llmctl.quant.naming import file_name
 from llmctl.quant.packed_source import packed_warnings
-from llmctl.quant.recipe import RECIPES, Choice, Recipe, choose_types, is_matrix, model_facts
+from llmctl.quant.recipe import RECIPES, Choice, Recipe, choose_types, is_embedding, is_matrix, model_facts
 from llmctl.quant.rtn import Rounded, first_nonfinite, round_to_nearest
 from llmctl.quant.source import ModelSource, SourceTensor
 from llmctl.runtime.checkpoint.file_types import FILE_TYPES
@@ -116,7 +116,9 @@ def make_plan(
         for tensor, choice in zip(source.tensors, chosen, strict=True)
     ]
     if recipe is not None:
-        return Plan(source, tensors, recipe.name, recipe.file_type, importance)
+        plan = Plan(source, tensors, recipe.name, recipe.file_type, importance)
+        _check_unweighted(plan, recipe)
+        return plan
     return Plan(source, tensors, *_kept_type(source, tensors))
 
 
@@ -134,6 +136,16 @@ def _check_importance(source: ModelSource, recipe: Recipe | None, importance: Im
         raise UsageError("--imatrix is for types with few bits: with this --type nothing is rounded by it")
     importance.check((tensor.name, tensor.shape) for tensor in source.tensors)
     source.files.append(importance.path)  # which the output must not replace either
+
+
+def _check_unweighted(plan: Plan, recipe: Recipe) -> None:
+    if not recipe.needs_importance or plan.importance is None:
+        return
+    bare = [t for t in plan.unweighted if t.format == recipe.matrices and not is_embedding(t.source.name)]
+    if bare:
+        raise FormatError(
+            f"{plan.importance.path}: has nothing for {tensor_names(bare)}: {recipe.name} has too few bits to do without"
+        )
 
 
 def _chosen_types(source: ModelSource, recipe: Recipe, pure: bool, importance: bool) -> list[Choice]:

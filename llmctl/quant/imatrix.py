@@ -17,6 +17,7 @@ import numpy as np
 from llmctl.errors import FormatError, LlmctlError, ModelNotFoundError
 from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
 from llmctl.runtime.checkpoint.gguf_writer import Typed, ValueType
+from llmctl.runtime.checkpoint.string_array import StringArray
 from llmctl.runtime.checkpoint.text import quoted
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -119,8 +120,8 @@ def _means(path: Path, name: str, sums: np.ndarray, counts: np.ndarray) -> np.nd
 
 def _origin(metadata: Mapping[str, Any]) -> tuple[str | None, int]:
     datasets, chunks = metadata.get("imatrix.datasets"), metadata.get("imatrix.chunk_count", 0)
-    dataset = datasets[0] if isinstance(datasets, list) and datasets and isinstance(datasets[0], str) else None
-    return dataset, chunks if isinstance(chunks, int) else 0
+    dataset = datasets[0] if isinstance(datasets, (list, StringArray)) and len(datasets) else None
+    return dataset if isinstance(dataset, str) else None, chunks if isinstance(chunks, int) else 0
 
 
 class _Bytes:

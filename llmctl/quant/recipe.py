@@ -263,6 +263,11 @@ def is_matrix(name: str, shape: Shape) -> bool:
     )
 
 
+def is_embedding(name: str) -> bool:
+    """Whether the GGUF tensor is looked up by token."""
+    return name in _EMBEDDINGS
+
+
 def model_facts(metadata: Mapping[str, Any], names: Iterable[str], *, importance: bool = False) -> ModelFacts:
     """What the metadata of a GGUF file (plain values) and the names of its tensors say; what they do not is taken for none."""
     architecture = str(metadata.get("general.architecture", ""))
