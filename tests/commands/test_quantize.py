@@ -150,7 +150,7 @@ def test_errors_are_one_line(
 def test_a_damaged_source_is_refused_by_tensor(
     call: Callable[..., Any], square: Path, here: Path, tmp_path: Path, name: str
 ) -> None:
-    """In the source: it is damaged, and rounding would spread it over a block."""
+    """NaN in the source: rounding would spread it over its block."""
     folder = tmp_path / "damaged"
     folder.mkdir()
     for file in square.iterdir():
