@@ -6,6 +6,7 @@ folders that are missing or read-only, and outputs that are an input by another 
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -63,63 +64,106 @@ def names(folder: Path) -> list[str]:
 
 
 KILLED_AT_EACH_CALL = """
-import os, pathlib, signal, sys, fcntl
+import fcntl, json, os, shutil, signal, sys
 from pathlib import Path
 from llmctl.cli import main
-from llmctl.quant import convert, source, recipe, rtn  # before the fork
+from llmctl.quant import convert, huggingface, recipe, rtn, source, to_folder  # before the fork
 
-source_path, output, whole = map(Path, sys.argv[1:])
+arguments, place, whole, stride = json.loads(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+CALLS = [(os, name) for name in ("write", "fsync", "ftruncate", "rename", "replace", "mkdir", "unlink", "rmdir")]
 
-def killing(function, state):
+def killing(function, left):
+    def count():
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
     def call(*arguments, **options):
-        state[0] -= 1
-        if state[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+        count()
         result = function(*arguments, **options)
-        state[0] -= 1
-        if state[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+        count()
         return result
     return call
 
 def run(number, force):
-    state = [number]
-    for module, name in ((os, "write"), (os, "fsync"), (os, "ftruncate"), (os, "rename"), (os, "replace"), (fcntl, "flock")):
-        setattr(module, name, killing(getattr(module, name), state))
-    os._exit(main(["convert", str(source_path), "-o", str(output), "--type", "Q8_0", "--quiet", *["--force"] * force]))
+    left = [number]
+    for module, name in [*CALLS, (fcntl, "flock")]:
+        setattr(module, name, killing(getattr(module, name), left))
+    os._exit(main([*arguments, "--quiet", *["--force"] * force]))
 
-expected, old = whole.read_bytes(), b"the old file"
+def visible(folder):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    names = {str(path.relative_to(folder)): path for path in files}
+    return {name: path.read_bytes() for name, path in names.items() if not name.startswith(".")}
+
+def old_of(content):
+    return {name: b"old" for name in content}
+
+def fill(content):
+    for path in list(place.iterdir()):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for name, data in content.items():
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_bytes(data)
+
+expected = visible(whole)
+first = min(expected)  # of a split model the file that stands for the set
 for force in (False, True):
-    number, moments = 0, set()
+    before, number, moments = old_of(expected) if force else {}, 0, set()
     while True:
-        number += 1
-        output.unlink(missing_ok=True)
-        if force:
-            output.write_bytes(old)
+        number += stride
+        fill(before)
         child = os.fork()
         if child == 0:
             run(number, force)
-        status = os.waitpid(child, 0)[1]
-        found = output.read_bytes() if output.exists() else None
+        status, found = os.waitpid(child, 0)[1], visible(place)
         if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0 and found == expected, (number, status)
+            assert os.WEXITSTATUS(status) == 0 and found == expected, (number, status, list(found))
             break
         assert os.WTERMSIG(status) == signal.SIGKILL
-        assert found in ((old,) if force else (None,)) + (expected,), (number, found and len(found))
-        moments.add("after" if found == expected else "before")
-        left = set(os.listdir(output.parent)) - {output.name, "." + output.name + ".partial"}
-        assert not left, left
-    assert moments == {"before", "after"} and number > 20, (moments, number)
-    assert os.listdir(output.parent) == [output.name]
+        mixed = found not in (before, expected, {}) and (len(expected) == 1 or "/" in first or first in found)
+        assert not mixed, (number, {name: len(data) for name, data in found.items()})
+        assert found or not before or len(expected) > 1, number  # a folder's old self is aside
+        moments.add("after" if found == expected else "before" if found == before else "between")
+        if number % 4 == 0:  # the next run needs nobody to clean up
+            child = os.fork()
+            if child == 0:
+                run(-1, force)
+            os.waitpid(child, 0)
+            assert visible(place) == expected or not force and found
+    assert {"before", *(["after"] if stride == 1 else [])} <= moments and number > 20, (moments, number)
+    assert not [name for name in os.listdir(place) if name.startswith(".")]
 print("done")
 """
 
 
-def test_killed_before_and_after_every_call_that_writes(llmctl: Callable[..., Any], small: Path, out: Path) -> None:
-    """And each time the next run takes over what the killed one left."""
-    whole = small.with_name("whole.gguf")
-    assert llmctl("convert", small, "-o", whole, "--type", "Q8_0").returncode == 0
-    command = [sys.executable, "-c", KILLED_AT_EACH_CALL, small, out, whole]
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, scripted: Path, llmctl: Callable[..., Any]) -> Path:
+    """The scripted model as a GGUF file: one that can be turned into a folder again."""
+    path = tmp_path_factory.mktemp("model") / "model.gguf"
+    assert llmctl("convert", scripted, "-o", path, "--type", "F16").returncode == 0
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "stride", "options"),
+    [
+        ("out.gguf", 1, ("--type", "Q8_0")),
+        ("out", 5, ("--to", "safetensors")),  # dozens of files and calls
+        ("out.gguf", 2, ("--split-max-size", "100K")),
+    ],
+    ids=["file", "folder", "split"],
+)
+def test_killed_before_and_after_every_call_that_writes(
+    llmctl: Callable[..., Any], model: Path, tmp_path: Path, name: str, stride: int, options: tuple[str, ...]
+) -> None:
+    """A file is there whole or not at all; a folder too, or it is aside and put back; of a split model the first file comes
+    last, so that old and new parts are never taken for one set. The next run takes over what the killed one left."""
+    for folder in ("whole", "place"):
+        (tmp_path / folder).mkdir()
+    assert llmctl("convert", model, "-o", tmp_path / "whole" / name, *options).returncode == 0
+    arguments = ["convert", str(model), "-o", str(tmp_path / "place" / name), *options]
+    places = [tmp_path / "place", tmp_path / "whole", str(stride)]
+    command = [sys.executable, "-c", KILLED_AT_EACH_CALL, json.dumps(arguments), *places]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     assert (done.stdout.splitlines()[-1:], done.returncode) == (["done"], 0), done.stderr
 

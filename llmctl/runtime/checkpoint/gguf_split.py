@@ -6,6 +6,7 @@ Keys as llama.cpp's reader expects them: split.no and split.count (u16), split.t
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -76,6 +77,8 @@ class SplitGgufWriter:
         if not self._writers:
             self._open()
         placed: list[Path] = []
+        if self._writers[1:]:  # parts of an older set of as many files must never be taken for one with ours
+            Path(os.path.realpath(self.paths[0])).unlink(missing_ok=True)
         try:
             for writer in reversed(self._writers):
                 writer.close()

@@ -15,6 +15,7 @@ from operator import add
 from typing import Any, AnyStr
 
 from llmctl.errors import FormatError
+from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.tokenizer.facts import AddedToken
 from llmctl.runtime.tokenizer.matcher import TokenMatcher
 from llmctl.runtime.tokenizer.merge import NO_MERGE, merge
@@ -49,7 +50,7 @@ def build_merges(index: Mapping[AnyStr, int], pairs: Sequence[Sequence[AnyStr]],
         left, right = (np.fromiter(map(index.__getitem__, texts), np.uint64, len(pairs)) for texts in (firsts, seconds))
         made = _ids_of(index, list(map(add, firsts, seconds)))
     except KeyError as error:
-        raise FormatError(f"a merge needs the token {error.args[0]!r}, which is not in the vocabulary") from None
+        raise FormatError(f"a merge needs the token {quoted(error.args[0])}, which is not in the vocabulary") from None
     keys = left << np.uint64(32) | right
     order = np.argsort(keys, kind="stable")
     keys = keys[order]

@@ -9,6 +9,7 @@ from typing import Any
 
 from llmctl.errors import FormatError
 from llmctl.runtime.checkpoint.files import exists, read_json_object, regular_size
+from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.tokenizer.facts import AddedToken, Facts, end_token_ids
 
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -154,7 +155,7 @@ def _decoder(path: Path, entries: Any) -> list[AddedToken]:
     try:
         return [added_token(int(token_id), entry) for token_id, entry in entries.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FormatError(f"{path}: added_tokens_decoder holds an entry that is no token ({error!r})") from None
+        raise FormatError(f"{path}: added_tokens_decoder holds an entry that is no token ({quoted(error)})") from None
 
 
 def added_token(token_id: int, entry: Mapping[str, Any]) -> AddedToken:
@@ -177,7 +178,7 @@ def _additional(path: Path) -> dict[str, int]:
     entries = _read(path)
     for text, token_id in entries.items():
         if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise FormatError(f"{path}: {text[:40]!r} has {token_id!r} for an id")
+            raise FormatError(f"{path}: {text[:40]!r} has {quoted(token_id)} for an id")
     return entries
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from llmctl.errors import FormatError, UnsupportedError
 from llmctl.runtime.checkpoint.string_array import StringArray
+from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.tokenizer import pre_tokenizers
 from llmctl.runtime.tokenizer.bpe import MARKER
 from llmctl.runtime.tokenizer.description import Description
@@ -71,7 +72,7 @@ def _fitted(description: Description, rows: int, drop_surplus: bool) -> tuple[li
     if surplus and not drop_surplus:
         text = description.texts[surplus[0]].decode("utf-8", "replace")
         raise FormatError(
-            f"the embedding has {rows} rows, but there are {len(surplus)} tokens beyond them, the first is {text!r} "
+            f"the embedding has {rows} rows, but there are {len(surplus)} tokens beyond them, the first is {quoted(text)} "
             f"(id {surplus[0]}); --drop-surplus leaves them out"
         )
     texts += [b""] * (rows - len(texts))
@@ -118,7 +119,7 @@ def _describe(pre_tokenizer: Any) -> str:
 def _merge_text(pair: tuple[Any, Any]) -> bytes:
     left, right = (half if isinstance(half, bytes) else half.encode("utf-8", "surrogatepass") for half in pair)
     if b" " in left[1:]:
-        raise UnsupportedError(f"the merge {left!r} + {right!r} has a space inside, which GGUF cannot store")
+        raise UnsupportedError(f"the merge {quoted(left)} + {quoted(right)} has a space inside, which GGUF cannot store")
     return left + b" " + right
 
 
@@ -164,7 +165,7 @@ def _scores(description: Description) -> list[float]:
         piece = left + right
         if piece != last:
             if piece in made:
-                raise UnsupportedError(f"GGUF cannot express merges of {piece!r} that come before and after others")
+                raise UnsupportedError(f"GGUF cannot express merges of {quoted(piece)} that come before and after others")
             made[piece], last, rank = rank, piece, rank + 1
     _check_all_ways(index, description)
     scores = [0.0] * len(description.texts)
@@ -182,7 +183,7 @@ def _check_all_ways(index: Mapping[Any, int], description: Description) -> None:
         ways = sum(piece[:at] in joined and piece[at:] in joined for at in range(1, len(piece)))
         if ways != listed.get(piece, 0):
             raise UnsupportedError(
-                f"the piece {piece!r} can be made of pieces in {ways} ways, of which {listed.get(piece, 0)} are merges: "
+                f"the piece {quoted(piece)} can be made of pieces in {ways} ways, of which {listed.get(piece, 0)} are merges: "
                 "GGUF cannot express that, since the scores it has for such a tokenizer allow them all"
             )
 

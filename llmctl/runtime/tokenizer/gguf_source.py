@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from llmctl.errors import FormatError, UnsupportedError
+from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.tokenizer import pre_tokenizers
 from llmctl.runtime.tokenizer.bpe import MARKER
 from llmctl.runtime.tokenizer.description import Description, name_special
@@ -54,7 +55,7 @@ def describe_gguf(metadata: Mapping[str, Any], *, pre: str | None = None) -> Des
         return _describe_bpe(metadata, pre or ("gemma4" if model == "gemma4" else metadata.get(f"{_KEY}pre")))
     if model in ("none", "no_vocab"):
         raise UnsupportedError("the file carries no tokenizer (tokenizer.ggml.model)")
-    raise UnsupportedError(f"tokenizer.ggml.model is {model!r}; supported are 'gpt2' (BPE) and 'llama' (SentencePiece BPE)")
+    raise UnsupportedError(f"tokenizer.ggml.model is {quoted(model)}; supported are 'gpt2' (BPE) and 'llama' (SentencePiece BPE)")
 
 
 def _describe_spm(metadata: Mapping[str, Any]) -> Description:

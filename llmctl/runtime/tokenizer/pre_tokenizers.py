@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmctl.errors import UnsupportedError
+from llmctl.runtime.checkpoint.text import quoted
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -190,7 +191,7 @@ def rule(name: str) -> Rule:
     found = RULES.get(_NAMES.get(name, name))
     if found is None:
         raise UnsupportedError(
-            f"unknown pre-tokenizer rule {name!r} (tokenizer.ggml.pre); known: {', '.join(sorted({*RULES, *_NAMES}))}"
+            f"unknown pre-tokenizer rule {quoted(name)} (tokenizer.ggml.pre); known: {', '.join(sorted({*RULES, *_NAMES}))}"
         )
     return found
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmctl.errors import FormatError, UnsupportedError
+from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.tokenizer.bpe import MARKER, text_parts
 from llmctl.runtime.tokenizer.description import Description, name_special, retype
 from llmctl.runtime.tokenizer.facts import AddedToken, Facts, TokenType
@@ -39,7 +40,7 @@ def read_document(path: Path, data: bytes) -> dict[str, Any]:
         raise UnsupportedError(f"{path}: the tokenizer's model is of type {kind}; only BPE is supported")
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
-            raise UnsupportedError(f"{path}: the tokenizer's model has {name} {model[name]!r}, which is not supported")
+            raise UnsupportedError(f"{path}: the tokenizer's model has {name} {quoted(model[name])}, which is not supported")
     _check_vocabulary(path, model.get("vocab"))
     return document
 
@@ -110,7 +111,7 @@ def _structure_of(path: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError(f"{path}: not the structure of a tokenizer.json ({error!r})") from error
+        raise FormatError(f"{path}: not the structure of a tokenizer.json ({quoted(error)})") from error
 
 
 def _describe_document(path: Path, document: Mapping[str, Any], settings: FolderSettings) -> Description:
@@ -184,7 +185,7 @@ def _facts(path: Path, document: Mapping[str, Any], settings: FolderSettings) ->
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError(f"{path}: added_tokens holds an entry that is no token ({error!r})") from None
+        raise FormatError(f"{path}: added_tokens holds an entry that is no token ({quoted(error)})") from None
     size = max([size, *(token.id + 1 for token in added)])
     if size > 4 * len(vocabulary) + 131072 or any(token.id < 0 for token in added):
         raise FormatError(f"{path}: added_tokens holds ids up to {size - 1} for {len(vocabulary)} tokens")
@@ -194,7 +195,7 @@ def _facts(path: Path, document: Mapping[str, Any], settings: FolderSettings) ->
     facts.prefix_ids, facts.suffix_ids = _surroundings(document.get("post_processor"), find)
     for token_id in (*facts.prefix_ids, *facts.suffix_ids):
         if not isinstance(token_id, int) or not 0 <= token_id < size:
-            raise FormatError(f"{path}: post_processor adds the id {token_id!r}, which is none of the {size} tokens")
+            raise FormatError(f"{path}: post_processor adds the id {quoted(token_id)}, which is none of the {size} tokens")
     settings.fill(facts, find)
     return facts, np.full(size, TokenType.NORMAL, np.uint8)
 
@@ -228,7 +229,7 @@ def _unknown(path: Path, model: Mapping[str, Any]) -> int | None:
     if text is None:
         return None
     if text not in model["vocab"]:
-        raise FormatError(f"{path}: model.unk_token is {text!r}, which is not in the vocabulary")
+        raise FormatError(f"{path}: model.unk_token is {quoted(text)}, which is not in the vocabulary")
     return model["vocab"][text]
 
 
