@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -129,7 +130,7 @@ _MUTATIONS: tuple[tuple[_Mutation, int], ...] = (
 def _change_value(document: Any, rng: Random) -> Any:
     """The document with one value somewhere in it changed."""
     if not isinstance(document, (dict, list)) or not document or rng.random() < 0.05:
-        return rng.choice(_ODD_JSON)
+        return deepcopy(rng.choice(_ODD_JSON))
     keys = list(document) if isinstance(document, dict) else list(range(len(document)))
     key = rng.choice(keys[:50] if rng.random() < 0.5 else keys)
     if rng.random() < 0.7 and isinstance(document[key], (dict, list)) and document[key]:
@@ -139,11 +140,11 @@ def _change_value(document: Any, rng: Random) -> Any:
     if how == 0:
         del document[key]
     elif how == 1 and isinstance(document, dict):
-        document[rng.choice(("", "x", "__metadata__", "w" * 300, rng.choice(keys)))] = document[key]
+        document[rng.choice(("", "x", "__metadata__", "w" * 300, rng.choice(keys)))] = deepcopy(document[key])
     elif how == 2:
-        document[key] = document[rng.choice(keys)]
+        document[key] = deepcopy(document[rng.choice(keys)])
     elif isinstance(document[key], int) and how == 3:
         document[key] = document[key] + rng.choice((-1, 1, -(2**31), 2**31, 2**62))
     else:
-        document[key] = rng.choice(_ODD_JSON)
+        document[key] = deepcopy(rng.choice(_ODD_JSON))
     return document
