@@ -190,7 +190,7 @@ def _files_of_folder(checkpoint: SafetensorsCheckpoint, weights: ModelWeights, f
     config = dict(weights.hf_config)
     nested = config.get("text_config")
     if isinstance(nested, dict):
-        ids = {key: value for key, value in config.items() if key.endswith("_token_id") and key not in nested}
+        ids = {key: value for key, value in config.items() if key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         config = {**nested, **ids, "architectures": [weights.family.hf_class], "model_type": weights.family.model_types[0]}
     for key in ("dtype", "quantization_config"):
         config.pop(key, None)

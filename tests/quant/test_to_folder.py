@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from make_packed_model import Choices, make_packed_model
 from safetensors.numpy import load_file, save_file
 
 from llmctl.errors import FormatError, OutputError, UnsupportedError, UsageError
@@ -204,6 +205,33 @@ def test_a_folder_can_be_made_of_a_folder(tiny: Tiny, tmp_path: Path) -> None:
     with open_checkpoint(folder) as checkpoint:
         expected = load_file(source / "model.safetensors")["lm_head.weight"].astype(ml_dtypes.bfloat16)
         assert checkpoint.read("lm_head.weight").tobytes() == expected.tobytes()
+
+
+def test_of_a_multimodal_folder_the_text_model_is_written(changed: Any, tiny: Tiny, tmp_path: Path) -> None:
+    folder = changed("gemma3", {"x": np.ones((2, 2), np.float32)})
+    weights = load_file(tiny("gemma3") / "model.safetensors")
+    nested = {f"language_model.{name}": tensor for name, tensor in weights.items()}
+    save_file(nested | {"vision_tower.encoder.weight": np.ones((2, 2), np.float32)}, folder / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 4]}))
+    plan = plan_folder(folder)
+    assert plan.left_out == ["vision_tower.encoder.weight"]
+    written = write_folder(plan, tmp_path / "text").output
+    config = json.loads((written / "config.json").read_text())
+    assert (config["model_type"], config["eos_token_id"], "text_config" in config) == ("gemma3_text", [1, 4], False)
+    np.testing.assert_array_equal(logits_of_transformers(written), logits_of_transformers(tiny("gemma3")))
+
+
+def test_packed_weights_are_unfolded(tiny: Tiny, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    values = tmp_path / "values"
+    packed = make_packed_model(tiny("llama", **sizes), tmp_path / "packed", Choices("awq", 4, 64), values=values)
+    plan = plan_folder(packed, "F32")
+    folder = write_folder(plan, tmp_path / "plain").output
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    expected = load_file(values / "model.safetensors")
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        np.testing.assert_allclose(tensor, expected[name], rtol=1e-6, atol=1e-7, err_msg=name)
 
 
 def test_what_cannot_be_written_so(tiny: Tiny, changed: Any, convert: Convert, tmp_path: Path) -> None:
