@@ -15,7 +15,7 @@ import typer
 from llmctl.commands import console
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from llmctl.quant.convert import Plan, Written
     from llmctl.quant.lora import Adapter
@@ -163,8 +163,17 @@ def _plan(request: Request) -> Plan:
     source = open_source(
         request.source, pre=request.pre, drop_surplus=request.drop_surplus, adapters=request.adapters
     )
+    source.files = [*source.files, *_other_inputs(request)]
     importance = read_imatrix(request.imatrix) if request.imatrix is not None else None
     return make_plan(source, request.recipe, pure=request.pure, importance=importance)
+
+
+def _other_inputs(request: Request) -> Iterator[Path]:
+    """What is read beside the model, and must not be written over either."""
+    if request.imatrix is not None:
+        yield request.imatrix
+    for adapter in request.adapters:
+        yield from (file for file in adapter.folder.iterdir() if file.is_file())
 
 
 def _check_report(request: Request, plan: Plan, output: Path) -> None:

@@ -136,7 +136,8 @@ def plan_folder(path: Path, type_name: str = AUTO, adapters: Sequence[Adapter] =
         raise type(error)(str(error) if str(path) in str(error) else f"{path}: {error}") from error
     name = file_name(metadata, path, form.name, suffix="")
     merged = MergedWeights(weights, adapters, needed)
-    return FolderPlan(path, _sources(checkpoint), merged, tensors, form, files, name, left_out, warnings)
+    sources = [*_sources(checkpoint), *(adapter.folder for adapter in adapters)]
+    return FolderPlan(path, sources, merged, tensors, form, files, name, left_out, warnings)
 
 
 def _sources(checkpoint: GgufCheckpoint | SafetensorsCheckpoint) -> list[Path]:

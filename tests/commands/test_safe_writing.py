@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from llmctl.kernels.formats.spec import FORMATS
 from llmctl.runtime.checkpoint import open_checkpoint
@@ -355,3 +356,30 @@ def test_force_replaces_and_nothing_else_does(llmctl: Callable[..., Any], small:
     assert f"{out}: exists already; --force replaces it" in done.stderr
     assert llmctl("convert", small, "-o", out, "--type", "Q8_0", "--force").returncode == 0
     assert len(open_checkpoint(out).names()) == 4
+
+
+def test_an_importance_matrix_and_an_adapter_are_inputs_too(
+    llmctl: Callable[..., Any], scripted: Path, tmp_path: Path
+) -> None:
+    """What is read beside the model is not written over either, by --force neither."""
+    imatrix, adapter = tmp_path / "imatrix.gguf", tmp_path / "adapter"
+    with GgufWriter(imatrix, {"general.type": "imatrix"}) as writer:
+        for name, shape in (("blk.0.ffn_up.weight.in_sum2", (1, 272)), ("blk.0.ffn_up.weight.counts", (1, 1))):
+            writer.declare(name, FORMATS["F32"], shape)
+        writer.write("blk.0.ffn_up.weight.in_sum2", np.ones((1, 272), np.float32))
+        writer.write("blk.0.ffn_up.weight.counts", np.ones((1, 1), np.float32))
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["up_proj"]}')
+    module = "base_model.model.model.layers.0.mlp.up_proj"
+    lora = {f"{module}.lora_A.weight": np.ones((2, 272), np.float32), f"{module}.lora_B.weight": np.ones((4, 2), np.float32)}
+    save_file(lora, adapter / "adapter_model.safetensors")
+    weights = adapter / "adapter_model.safetensors"
+    before = imatrix.read_bytes(), weights.read_bytes()
+    for options, target in ((("--imatrix", imatrix), imatrix), (("--lora", adapter), weights)):
+        done = llmctl("convert", scripted, "--type", "Q8_0", *options, "-o", target, "--force")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert f"{target}: the output is the same file as the input" in done.stderr
+    done = llmctl("convert", scripted, "--to", "safetensors", "--lora", adapter, "-o", adapter, "--force")
+    assert done.returncode == 1
+    assert "lies in the folder to be written" in done.stderr
+    assert (imatrix.read_bytes(), weights.read_bytes()) == before

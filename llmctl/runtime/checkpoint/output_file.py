@@ -38,6 +38,7 @@ class OutputFile:
         self._temporary = self._target.with_name(f".{self._target.name}.partial")
         _check_target(path, self._target)
         self._descriptor: int | None = _open_locked(self._temporary, path)
+        self._replaces = os.path.lexists(self._target)
         self.position = 0
 
     def require(self, count: int) -> None:
@@ -60,6 +61,9 @@ class OutputFile:
     def commit(self) -> None:
         """Put the file at its name, safely on the disk."""
         descriptor = self._open_descriptor()
+        if not self._replaces and os.path.lexists(self._target):  # nobody was asked whether it may go
+            self.abort()
+            raise OutputError(f"{self.path}: a file of this name has appeared while it was written; it is kept")
         try:
             os.fsync(descriptor)
             self._temporary.replace(self._target)

@@ -99,6 +99,18 @@ def test_lock_won_on_a_file_that_was_renamed_meanwhile(tmp_path: Path, monkeypat
     assert path.read_bytes() == b"ours"
 
 
+def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    """Whoever writes for an hour was not asked whether to replace what came in that hour."""
+    path = tmp_path / "f"
+    output = OutputFile(path)
+    output.write(b"ours")
+    path.write_bytes(b"theirs")
+    with pytest.raises(OutputError, match="a file of this name has appeared while it was written; it is kept"):
+        output.commit()
+    assert path.read_bytes() == b"theirs"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     target, link = tmp_path / "real" / "f", tmp_path / "link"
