@@ -30,6 +30,13 @@ def clamped(values: np.ndarray, low: int, high: int) -> np.ndarray:
     return np.clip(nearest(values), low, high)
 
 
+def rounded(values: np.ndarray, low: int, high: int) -> np.ndarray:
+    """The same as float32, for numbers up to 2^22; NaN becomes `high`."""
+    whole = (values + F(12582912)) - F(12582912)
+    whole = np.where(whole < high, whole, F(high))
+    return np.where(whole > low, whole, F(low))
+
+
 def ordered_sum(terms: np.ndarray, start: np.ndarray | None = None) -> np.ndarray:
     """(elements, n) → (n,), added one element after the other (numpy's own sum may add in pairs)."""
     total = np.zeros(terms.shape[1:], F) if start is None else start
@@ -85,12 +92,12 @@ def fit_affine(columns: np.ndarray, weights: np.ndarray, top: int, steps: Steps,
     lowest = np.where(lowest > 0, F(0), lowest)
     inverse = F(top) / (highest - lowest)
     best = Affine(1 / inverse, lowest, inverse, lowest, highest <= lowest)
-    least = _loss(columns, weights, clamped(inverse * (columns - lowest), 0, top), best.scale, lowest, absolute)
+    least = _loss(columns, weights, rounded(inverse * (columns - lowest), 0, top), best.scale, lowest, absolute)
     offset = lowest
     for i in range(steps.last + 1):
         inverse = (F(steps.first) + F(steps.step) * F(i) + F(top)) / (highest - offset)
-        codes = clamped(inverse * (columns - offset), 0, top)
-        scale, moved, solvable = _least_squares(columns, weights, codes.astype(F), sum_w, sum_x)
+        codes = rounded(inverse * (columns - offset), 0, top)
+        scale, moved, solvable = _least_squares(columns, weights, codes, sum_w, sum_x)
         loss = _loss(columns, weights, codes, scale, moved, absolute)
         better = solvable & (loss < least)
         least = np.where(better, loss, least)
@@ -119,7 +126,7 @@ def _least_squares(
 def _loss(
     columns: np.ndarray, weights: np.ndarray, codes: np.ndarray, scale: np.ndarray, offset: np.ndarray, absolute: bool
 ) -> np.ndarray:
-    error = scale * codes.astype(F) + offset - columns
+    error = scale * codes + offset - columns
     return ordered_sum(weights * (np.abs(error) if absolute else error * error))
 
 
@@ -142,7 +149,7 @@ def fit_symmetric(columns: np.ndarray, weights: np.ndarray, half: int) -> Symmet
     largest = extreme(columns)
 
     def sums(inverse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        codes = clamped(inverse * columns, -half, half - 1).astype(F)
+        codes = rounded(inverse * columns, -half, half - 1)
         return ordered_sum(weights * columns * codes), ordered_sum(weights * codes * codes)
 
     best = Symmetric(largest, F(-half) / largest, np.abs(largest) < TINY)

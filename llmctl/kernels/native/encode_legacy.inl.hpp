@@ -246,7 +246,7 @@ inline void encode_mxfp4(Panel& panel, const EncodeTask& task) {
   for (int64_t column = 0; column < task.columns; column += 32) {
     panel.load<32, kFinite>(column, x);
     const I32 exponent = shared_exponent(abs(extreme<32>(x)));
-    const F32 half_scale = from_bits(select(exponent < 2, splat(0x200000) << exponent, (exponent - 1) << 23));
+    const F32 half_scale = from_bits(select(exponent < 2, splat(0x200000) << min(exponent, 1), (exponent - 1) << 23));
     panel.put8(0, exponent);
     for (int i = 0; i < 32; i++) codes[i] = float4_code(x[i], half_scale);
     put_nibbles(panel, 1, codes);

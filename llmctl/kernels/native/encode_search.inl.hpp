@@ -47,7 +47,7 @@ inline Affine fit_affine(const F32* x, const F32* weights, int top, Steps steps)
   lowest = select(lowest > 0, F32{}, lowest);
   F32 codes[N];
   const auto round = [&](F32 inverse, F32 base) {
-    for (int i = 0; i < N; i++) codes[i] = to_f32(clamp(nearest(inverse * (x[i] - base)), 0, top));
+    for (int i = 0; i < N; i++) codes[i] = rounded(inverse * (x[i] - base), 0, top);
   };
   const auto loss = [&](F32 scale, F32 offset) {
     F32 sum = {};
@@ -112,7 +112,7 @@ inline Symmetric fit_symmetric(const F32* x, const F32* weights, int half) {
   const auto sums = [&](F32 inverse) {
     sum_xl = sum_l2 = F32{};
     for (int i = 0; i < N; i++) {
-      const F32 code = to_f32(clamp(nearest(inverse * x[i]), -half, half - 1));
+      const F32 code = rounded(inverse * x[i], -half, half - 1);
       sum_xl += weighted[i] * code;
       sum_l2 += weights[i] * code * code;
     }
