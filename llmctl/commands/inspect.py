@@ -104,13 +104,13 @@ def _item_type(value: Any) -> str:
 
 
 def _types(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Tensors, elements and bytes of each stored type, the type with most bytes first."""
+    """Weights, elements and bytes of each stored type, the type with most bytes first; packed weights count as one each."""
     totals: dict[str, dict[str, Any]] = {}
-    for entry in checkpoint.entries():
-        total = totals.setdefault(entry.format.name, {"type": entry.format.name, "tensors": 0, "parameters": 0, "bytes": 0})
+    for weight in checkpoint.weight_sizes():
+        total = totals.setdefault(weight.form, {"type": weight.form, "tensors": 0, "parameters": 0, "bytes": 0})
         total["tensors"] += 1
-        total["parameters"] += entry.num_elements
-        total["bytes"] += entry.nbytes
+        total["parameters"] += weight.num_elements
+        total["bytes"] += weight.nbytes
     for total in totals.values():
         total["bits_per_weight"] = _bits(total["bytes"], total["parameters"])
     return sorted(totals.values(), key=lambda total: -total["bytes"])

@@ -41,6 +41,15 @@ class TensorEntry:
         return prod(self.shape)
 
 
+@dataclass(frozen=True)
+class WeightSize:
+    """One weight, however many tensors it is stored as. form: how, for people (F16, Q4_0, INT4). nbytes: of all of them."""
+
+    form: str
+    num_elements: int
+    nbytes: int
+
+
 class Checkpoint:
     """Named tensors of one or several files of a kind, memory-mapped and read-only.
 
@@ -103,10 +112,14 @@ class Checkpoint:
         """Stored bytes of all tensors."""
         return sum(entry.nbytes for entry in self._entries.values())
 
+    def weight_sizes(self) -> list[WeightSize]:
+        """The weights, in the order of the files."""
+        return [WeightSize(entry.format.name, entry.num_elements, entry.nbytes) for entry in self._entries.values()]
+
     @property
     def total_elements(self) -> int:
-        """Logical elements of all tensors."""
-        return sum(entry.num_elements for entry in self._entries.values())
+        """Logical elements of all weights: of packed codes as many as there are, not the words they fill."""
+        return sum(weight.num_elements for weight in self.weight_sizes())
 
     def close(self) -> None:
         """Let go of the maps. Tensors read before stay valid: each keeps its file mapped until it is dropped."""

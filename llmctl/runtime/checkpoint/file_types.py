@@ -22,6 +22,6 @@ def file_type(checkpoint: Checkpoint) -> str:
     if isinstance(stated, int) and stated in FILE_TYPES:
         return FILE_TYPES[stated]
     counts: Counter[str] = Counter()
-    for entry in checkpoint.entries():
-        counts[entry.format.name] += entry.num_elements
+    for weight in checkpoint.weight_sizes():
+        counts[weight.form] += weight.num_elements
     return counts.most_common(1)[0][0] if counts else "F32"

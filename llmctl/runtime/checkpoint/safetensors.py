@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from llmctl.errors import FormatError
-from llmctl.runtime.checkpoint.checkpoint import Checkpoint, TensorEntry
+from llmctl.errors import FormatError, LlmctlError
+from llmctl.runtime.checkpoint.checkpoint import Checkpoint, TensorEntry, WeightSize
 from llmctl.runtime.checkpoint.files import map_file
 from llmctl.runtime.checkpoint.huggingface import WeightFiles, find_weights, read_optional_json
 from llmctl.runtime.checkpoint.identify import identify
@@ -43,6 +44,21 @@ class SafetensorsCheckpoint(Checkpoint):
         self.folder = weights.folder
         self.config: dict[str, Any] = read_optional_json(self.folder / "config.json")
         self.generation_config: dict[str, Any] = read_optional_json(self.folder / "generation_config.json")
+
+    def weight_sizes(self) -> list[WeightSize]:
+        """The weights; those quantized in a way that cannot be read are what they look like, tensors."""
+        from llmctl.runtime.checkpoint.packed import find_packed
+
+        try:
+            found = find_packed(self)
+        except LlmctlError:
+            return super().weight_sizes()
+        plain = [entry for entry in self.entries() if entry.name not in found.parts]
+        sizes = [WeightSize(entry.format.name, entry.num_elements, entry.nbytes) for entry in plain]
+        for module in found.modules.values():
+            nbytes = sum(self.entry(part).nbytes for part in module.parts)
+            sizes.append(WeightSize(module.form, prod(module.shape), nbytes))
+        return sizes
 
 
 def _map(file: Path) -> np.ndarray:
