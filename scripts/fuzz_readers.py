@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import resource
 import shutil
@@ -234,6 +235,7 @@ def work(samples: Path, first: int, count: int, seed: int, megabytes: int) -> No
     from llmctl.quant import verify  # noqa: F401
     from llmctl.runtime.tokenizer import load_tokenizer  # noqa: F401
 
+    logging.getLogger("llmctl").addHandler(logging.NullHandler())
     warnings.simplefilter("error")  # one that reaches the user's terminal is a fault too
     with tempfile.TemporaryDirectory() as name:
         read_all(damage_one(samples, -1, seed, Path(name) / "case"))  # what is imported late is imported now

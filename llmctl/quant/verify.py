@@ -19,6 +19,7 @@ from llmctl.quant.tensor_values import check_values
 from llmctl.quant.workers import Progress, Workers
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.checkpoint import Checkpoint
+from llmctl.runtime.checkpoint.gguf_types import WRITTEN_NAME_BYTES, padding
 from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models.weights import ModelWeights
 from llmctl.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -96,6 +97,7 @@ def verify(
         return report
     with checkpoint:
         _describe(report, checkpoint)
+        structure.findings += _oddities(checkpoint)
         if use_manifest and stated is None and (beside := manifests.default_path(checkpoint)).is_file():
             stated = manifests.read_manifest(beside)
         report.manifest = stated.path if stated is not None else None
@@ -106,6 +108,21 @@ def verify(
 def _describe(report: Report, checkpoint: Checkpoint) -> None:
     report.kind, report.files = checkpoint.kind, checkpoint.files
     report.num_tensors, report.tensor_bytes = len(checkpoint.names()), checkpoint.total_bytes
+
+
+def _oddities(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """What a GGUF file may be and none should: safetensors allows neither."""
+    if checkpoint.kind != "gguf":
+        return
+    for file in checkpoint.files:
+        entries = [entry for entry in checkpoint.entries() if entry.file == file]
+        end = max((entry.offset + entry.nbytes for entry in entries), default=None)
+        if end is not None and (rest := file.stat().st_size - end - padding(end, checkpoint.alignment)) > 0:
+            yield Finding("warning", "structure", f"{quoted(file.name)}: {rest} bytes behind the last tensor belong to none")
+    for name in checkpoint.names():
+        if len(name.encode()) > WRITTEN_NAME_BYTES:
+            message = f"its name is longer than the {WRITTEN_NAME_BYTES} bytes that llama.cpp reads"
+            yield Finding("warning", "structure", message, name)
 
 
 def _run_checks(

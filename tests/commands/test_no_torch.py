@@ -53,6 +53,11 @@ def test_run_with_choices(without_torch: Try, scripted: Path, choice: tuple[str,
     assert without_torch("run", scripted, "What?", "-q", *choice) == "Paris is the answer.\n"
 
 
+def test_verify(without_torch: Try, scripted: Path) -> None:
+    assert "tokenizer  ok" in without_torch("verify", scripted)
+    assert without_torch("verify", scripted, "--against", scripted, "-q").splitlines()[-1].split()[-1] == "identical"
+
+
 def test_bench(without_torch: Try, scripted: Path) -> None:
     rows = json.loads(without_torch("bench", scripted, "-p", "4", "-n", "2", "-r", "1", "-o", "json", "-q"))
     assert [row["backends"] for row in rows] == ["native", "native"]

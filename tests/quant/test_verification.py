@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,19 @@ def test_a_broken_structure_is_a_finding_and_ends_it(gguf: Path) -> None:
     assert messages(report, "structure")[0].startswith(
         f"error: : truncated or inconsistent: file is {len(whole) - 1} bytes, needs {len(whole)}"
     )
+
+
+def test_what_a_file_may_have_and_should_not(gguf: Path, tmp_path: Path) -> None:
+    gguf.write_bytes(gguf.read_bytes() + bytes(100))
+    report = verify(gguf)
+    assert report.ok
+    assert messages(report, "structure")[0].startswith("warning: : 'm.gguf': ")
+    assert "bytes behind the last tensor belong to none" in messages(report, "structure")[0]
+    name = b"w" * 64
+    info = len(name).to_bytes(8, "little") + name + struct.pack("<IQIQ", 1, 1, 0, 0)
+    content = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + info
+    (tmp_path / "long.gguf").write_bytes(content + bytes(-len(content) % 32) + struct.pack("<f", 1))
+    assert "longer than the 63 bytes" in messages(verify(tmp_path / "long.gguf"), "structure")[0]
 
 
 def test_all_faults_are_found_in_one_run(changed: Callable[..., Path]) -> None:
