@@ -116,8 +116,9 @@ class _Chain:
         self._missing = count
         position = start
         while self._missing:
-            guess = min(_CHUNK, self._missing * _BYTES_PER_STRING)
-            position = self._chunk(position, min(position + guess, len(self._data)))
+            stop = min(position + min(_CHUNK, self._missing * _BYTES_PER_STRING), len(self._data))
+            # At the end of the data with strings missing there is nothing to search, and the walk says so.
+            position = self._chunk(position, stop) if position < stop else self._walk(position, stop)
         if not self._starts:
             return np.empty(0, np.int64), np.empty(0, np.int64), position
         return np.concatenate(self._starts), np.concatenate(self._lengths), position

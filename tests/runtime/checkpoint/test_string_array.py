@@ -99,6 +99,17 @@ def test_more_strings_claimed_than_there_are() -> None:
         scan_strings(data, 0, 3)
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("text", [b"", b"a", b"token", b"x" * 300])
+@pytest.mark.parametrize("there", [1, 2, 7, 40, 3000])
+@pytest.mark.parametrize("more", [1, 5, 1000])
+def test_strings_that_end_with_the_file_while_more_are_claimed(text: bytes, there: int, more: int) -> None:
+    """However they were found, the search must not go on for ever where nothing is left to be searched."""
+    data = np.frombuffer(encoded([text] * there), np.uint8)
+    with pytest.raises(FormatError, match=f"string {there} claims 0 bytes where 0 are left"):
+        scan_strings(data, 0, there + more)
+
+
 def test_sequence_of_text() -> None:
     array = StringArray.encode(["a", "é€", b"\xff\xfe", ""])
     assert list(array) == ["a", "é€", "\ufffd\ufffd", ""]
