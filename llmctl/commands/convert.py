@@ -85,7 +85,7 @@ def convert(
     _check_together(to.lower(), vocab_only, of_weights, of_gguf)
     recipe = recipe_by_name(type) if to.lower() == "gguf" else None
     path = resolve_model(source, progress=console.progress)
-    facts: dict[str, object] = {"command": "convert", "input": str(path)}
+    facts: dict[str, object] = {"command": "convert", "input": str(path), "lora": lora or []}
     if to.lower() == "safetensors":
         carry_out_folder(FolderRequest(path, type, facts, output, limit, adapters, dry_run=dry_run, force=force, json=json))
         return

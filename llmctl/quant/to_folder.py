@@ -244,12 +244,15 @@ def _parts(plan: FolderPlan, tensor: FolderTensor, written: FolderWritten) -> It
     what = f"{plan.path}: tensor {quoted(tensor.name)}"
     changed = odd = False
     try:
-        for rows in _chunks(plan.weights.read(tensor.name)):
+        stored = plan.weights.read(tensor.name)
+        for rows in _chunks(stored):
             part = cast(rows if isinstance(rows, np.ndarray) else dequantize(rows), plan.form)
             yield part
-            if isinstance(rows, np.ndarray) and rows.dtype != part.dtype:
+            if not isinstance(stored, np.ndarray) or not isinstance(rows, np.ndarray):
+                continue  # it was rounded when it was quantized
+            if rows.dtype != part.dtype:
                 changed = changed or not np.array_equal(part.astype(rows.dtype), rows)
-            elif isinstance(rows, np.ndarray):
+            else:
                 odd = odd or not np.isfinite(part).all()
     except FormatError as error:
         hint = "; --type BF16 has room for it" if plan.form.name == "F16" and "does not fit F16" in str(error) else ""

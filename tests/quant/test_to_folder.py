@@ -227,7 +227,9 @@ def test_packed_weights_are_unfolded(tiny: Tiny, tmp_path: Path) -> None:
     values = tmp_path / "values"
     packed = make_packed_model(tiny("llama", **sizes), tmp_path / "packed", Choices("awq", 4, 64), values=values)
     plan = plan_folder(packed, "F32")
-    folder = write_folder(plan, tmp_path / "plain").output
+    written = write_folder(plan, tmp_path / "plain")
+    folder = written.output
+    assert written.changed == []
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     expected = load_file(values / "model.safetensors")
     for name, tensor in load_file(folder / "model.safetensors").items():
