@@ -60,13 +60,42 @@ GEMMA3 = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+PLAIN = {key: value for key, value in LLAMA.items() if key not in ("attention_bias", "mlp_bias")}
+WINDOWED = {**PLAIN, "num_hidden_layers": 4, "sliding_window": 8, "layer_types": ALTERNATING}
+QWEN = {**WINDOWED, "use_sliding_window": True}
+GEMMA = {key: value for key, value in GEMMA3.items() if key not in ("sliding_window", "layer_types")}
+GEMMA1 = {key: value for key, value in GEMMA.items() if "softcapping" not in key and "query" not in key}
+# hidden_size / heads, for classes that know no other head_dim
+PHI3 = {key: value for key, value in PLAIN.items() if key != "head_dim"} | {"hidden_size": 6 * HEAD_DIM}
 MISTRAL = {key: value for key, value in LLAMA.items() if key not in ("attention_bias", "mlp_bias")} | {"sliding_window": 8}
 FAMILIES = {
     "llama": ("LlamaConfig", LLAMA),
     "mistral": ("MistralConfig", MISTRAL),
     "gemma3": ("Gemma3TextConfig", GEMMA3),
+    "gemma": ("GemmaConfig", GEMMA1),
+    "gemma2": ("Gemma2Config", {**GEMMA3, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "qwen2": ("Qwen2Config", {key: value for key, value in QWEN.items() if key != "head_dim"}),
+    "qwen3": ("Qwen3Config", QWEN),
+    "phi3": ("Phi3Config", {**PHI3, "original_max_position_embeddings": ORIGINAL_CONTEXT, "sliding_window": 24}),
+    "smollm3": ("SmolLM3Config", {**LLAMA, "num_hidden_layers": 4}),
+    "ministral": ("MinistralConfig", WINDOWED),
+    "olmo2": ("Olmo2Config", {key: value for key, value in PLAIN.items() if key != "head_dim"}),
+    "granite": (
+        "GraniteConfig",
+        {
+            **{key: value for key, value in LLAMA.items() if key != "head_dim"},
+            "attention_multiplier": 0.4,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.5,
+        },
+    ),
+    "glm4": ("Glm4Config", {**PLAIN, "attention_bias": True}),
+    "exaone4": ("Exaone4Config", {**WINDOWED, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}),
 }
-DEFAULT_THETA = {"llama": 10_000.0, "mistral": 10_000.0, "gemma3": 1_000_000.0}
+DEFAULT_THETA = {"gemma3": 1_000_000.0}  # 10_000 for the others
+PARTIAL_ROTARY = {"phi3": 0.75, "glm4": 0.5}
 
 # rope type → what its scaling needs, in the spelling of transformers 5 (`rope_parameters`)
 ROPES: dict[str, dict[str, Any]] = {
@@ -152,14 +181,18 @@ def tiny_config(family: str, *, rope: str | dict[str, Any] = "default", **choice
         settings["max_position_embeddings"] = ORIGINAL_CONTEXT  # this type scales beyond the model's own context
     if "layer_types" in defaults and "layer_types" not in choices:
         layers = settings["num_hidden_layers"]
-        settings["layer_types"] = (GEMMA3["layer_types"] * layers)[:layers]
+        settings["layer_types"] = (defaults["layer_types"] * layers)[:layers]
     settings.setdefault("rope_parameters", _rope_parameters(family, rope))
     return config_class(**settings)
 
 
 def _rope_parameters(family: str, rope: str | dict[str, Any]) -> dict[str, Any]:
     chosen = {"rope_type": rope, **ROPES[rope]} if isinstance(rope, str) else dict(rope)
-    chosen.setdefault("rope_theta", DEFAULT_THETA[family])
+    chosen.setdefault("rope_theta", DEFAULT_THETA.get(family, 10_000.0))
+    if family in PARTIAL_ROTARY:
+        chosen.setdefault("partial_rotary_factor", PARTIAL_ROTARY[family])
+        half = int(HEAD_DIM * PARTIAL_ROTARY[family]) // 2
+        chosen |= {name: chosen[name][:half] for name in ("short_factor", "long_factor") if name in chosen}
     if family != "gemma3":
         return chosen
     return {"full_attention": chosen, "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
@@ -177,7 +210,7 @@ def randomize(model, seed: int) -> None:
                 # Gemma's norms multiply by one plus the stored weight and start at zero; the others start at one.
                 parameter.copy_(parameter.mean().round() + 0.2 * noise)
             elif parameter.ndim == 2 and "embed_tokens" not in name:
-                gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+                gain = 2.0 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj")) else 1.0
                 parameter.copy_(noise * gain / parameter.shape[1] ** 0.5)
             elif parameter.ndim == 2:
                 parameter.copy_(noise / parameter.shape[1] ** 0.5)

@@ -14,7 +14,7 @@ from llmctl.quant.expressible import check_config_json
 from llmctl.quant.rope_json import rope_scaling, round_trip
 from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.family import Family
-from llmctl.runtime.models.rope import RopeConfig
+from llmctl.runtime.models.gguf_config import global_and_local_rope
 from llmctl.runtime.tokenizer.facts import Facts
 
 TORCH_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
@@ -51,15 +51,12 @@ def config_json(config: ModelConfig, family: Family, form: Format, facts: Facts 
 
 
 def _rope_keys(config: ModelConfig) -> dict[str, Any]:
-    everywhere = [layer.rope for layer in config.layers if layer.sliding_window is None]
-    local = [layer.rope for layer in config.layers if layer.sliding_window is not None]
-    rope = (everywhere or local)[0]
-    assert isinstance(rope, RopeConfig)
+    rope, local = global_and_local_rope(config)
     keys = {"rope_theta": round_trip(rope.theta), "rope_scaling": rope_scaling(rope)}
     if rope.rotary_dim != config.head_dim:
         keys["partial_rotary_factor"] = rope.rotary_dim / config.head_dim
-    if local and everywhere:
-        keys["rope_local_base_freq"] = round_trip(local[0].theta)
+    if local is not None:
+        keys["rope_local_base_freq"] = round_trip(local.theta)
     return keys
 
 

@@ -64,24 +64,36 @@ def _translate(name: str, top: dict[str, str], layer: dict[str, str], prefix: st
 
 def interleave_rows(tensor: Tensor, num_heads: int) -> Tensor:
     """Hugging Face row order (halves of a head apart) → GGUF llama order (pairs side by side)."""
-    return _reorder(tensor, _row_order(tensor.shape[0], num_heads))
+    return take_rows(tensor, _row_order(tensor.shape[0], num_heads))
 
 
 def deinterleave_rows(tensor: Tensor, num_heads: int) -> Tensor:
     """The inverse of `interleave_rows`. Blocks run along the row, so quantized rows move whole."""
-    return _reorder(tensor, np.argsort(_row_order(tensor.shape[0], num_heads)))
+    return take_rows(tensor, halves_order(tensor.shape[0], num_heads))
 
 
-def _row_order(rows: int, num_heads: int) -> np.ndarray:
-    return np.arange(rows).reshape(num_heads, 2, rows // num_heads // 2).swapaxes(1, 2).reshape(-1)
+def halves_order(rows: int, num_heads: int, rotary_dim: int | None = None) -> np.ndarray:
+    """Numbers of the rows that come first, second … when pairs side by side become halves of a head. rotary_dim: rows of a
+    head that rotate, None for all; the others stay."""
+    return np.argsort(_row_order(rows, num_heads, rotary_dim))
 
 
-def _reorder(tensor: Tensor, order: np.ndarray) -> Tensor:
+def _row_order(rows: int, num_heads: int, rotary_dim: int | None = None) -> np.ndarray:
+    order = np.arange(rows).reshape(num_heads, -1)
+    turned = order[:, :rotary_dim]
+    pairs = turned.reshape(num_heads, 2, -1).swapaxes(1, 2).reshape(num_heads, -1)
+    return np.concatenate([pairs, order[:, turned.shape[1] :]], axis=1).reshape(-1)
+
+
+def take_rows(tensor: Tensor, order: np.ndarray | slice) -> Tensor:
+    """The rows of these numbers; a slice of them is a view."""
     if isinstance(tensor, QuantTensor):
-        return QuantTensor(tensor.format, tensor.shape, tensor.blocks[order])
+        blocks = tensor.blocks[order]
+        return QuantTensor(tensor.format, (len(blocks), *tensor.shape[1:]), blocks)
     if isinstance(tensor, PackedIntTensor):
         zeros = None if tensor.zero_points is None else tensor.zero_points[order]
-        return replace(tensor, codes=tensor.codes[order], scales=tensor.scales[order], zero_points=zeros)
+        codes, scales = tensor.codes[order], tensor.scales[order]
+        return replace(tensor, shape=(len(codes), *tensor.shape[1:]), codes=codes, scales=scales, zero_points=zeros)
     return tensor[order]
 
 
@@ -100,3 +112,10 @@ LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+QK_NORM_NAMES = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+NORMS_AFTER_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+SANDWICH_NAMES = {**NORMS_AFTER_NAMES, "pre_feedforward_layernorm": "ffn_norm"}
+LLAMA_PERMUTED = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}

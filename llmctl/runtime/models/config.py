@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from llmctl.errors import FormatError, UnsupportedError
 from llmctl.kernels.swiglu import ACTIVATIONS
@@ -24,13 +25,32 @@ class LayerConfig:
 
 
 @dataclass(frozen=True)
+class BlockNorms:
+    """Names of a block's norms in Hugging Face's spelling: before attention and after it, before the MLP and after it. None:
+    there is no such norm."""
+
+    attention: str | None = "input_layernorm"
+    attention_out: str | None = None
+    mlp: str | None = "post_attention_layernorm"
+    mlp_out: str | None = None
+
+
+# Norms of what a block adds, and none of what it reads.
+NORMS_AFTER = BlockNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+NORMS_AROUND = BlockNorms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Shapes and choices of one model, in Hugging Face's names.
 
     attention_scale: factor on q·k. attention_bias, attention_out_bias: on q/k/v and on o. embedding_scale: factor on embedded
-    tokens. norm_offset: added to stored norm weights (1.0 for families that store w of 1 + w). qk_norm: RMSNorm over every
-    query and key head. sandwich_norms: a norm after attention and after the MLP as well as before. residual_scale: factor on
-    what a block adds. logit_scale multiplies the logits, final_softcap bounds them.
+    tokens. norm_offset: added to stored norm weights (1.0 for families that store w of 1 + w). qk_norm: RMSNorm of queries and
+    keys, over every "head" or over "all" heads together. norms: of a block. residual_scale: factor on what a block adds.
+    logit_scale multiplies the logits, final_softcap bounds them. fused_qkv, fused_gate_up: stored as one matrix, q above k
+    above v and gate above up. rope_interleaved: stored q and k rows are in the order of pairs side by side.
     """
 
     family: str
@@ -50,8 +70,11 @@ class ModelConfig:
     attention_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    sandwich_norms: bool = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    rope_interleaved: bool = False
+    qk_norm: Literal["head", "all"] | None = None
+    norms: BlockNorms = BlockNorms()
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0

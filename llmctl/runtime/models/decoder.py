@@ -26,27 +26,29 @@ class DecoderLayer:
         self.ops, self.config = ops, config
         self.attention = Attention(ops, config, choices, weights, index)
         self.mlp = GatedMlp(ops, config, weights, prefix + "mlp.")
-        self.input_norm = Norm(ops, config, weights, prefix + "input_layernorm")
-        if config.sandwich_norms:
-            self.attention_out_norm = Norm(ops, config, weights, prefix + "post_attention_layernorm")
-            self.mlp_norm = Norm(ops, config, weights, prefix + "pre_feedforward_layernorm")
-            self.mlp_out_norm = Norm(ops, config, weights, prefix + "post_feedforward_layernorm")
-        else:
-            self.mlp_norm = Norm(ops, config, weights, prefix + "post_attention_layernorm")
+        names = config.norms
+        self.attention_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm = (
+            name and Norm(ops, config, weights, prefix + name)
+            for name in (names.attention, names.attention_out, names.mlp, names.mlp_out)
+        )
 
     def forward(
         self, x: Array, batch: BatchDescription, cache: KvCache, tables: RotaryTables, rows: Array | None = None
     ) -> Array:
         """x [T, hidden_size] → the same, or only its `rows`, though every token's keys and values are stored."""
-        y = self.attention.forward(self.input_norm.forward(x), batch, cache, tables, rows)
+        y = self.attention.forward(_normed(self.attention_norm, x), batch, cache, tables, rows)
         x = x if rows is None else self.ops.take_rows(x, rows)
-        x = self._add(x, self.attention_out_norm.forward(y) if self.config.sandwich_norms else y)
-        y = self.mlp.forward(self.mlp_norm.forward(x))
-        return self._add(x, self.mlp_out_norm.forward(y) if self.config.sandwich_norms else y)
+        x = self._add(x, _normed(self.attention_out_norm, y))
+        y = self.mlp.forward(_normed(self.mlp_norm, x))
+        return self._add(x, _normed(self.mlp_out_norm, y))
 
     def _add(self, x: Array, y: Array) -> Array:
         factor = self.config.residual_scale
         return self.ops.add(x, y if factor == 1.0 else self.ops.scale(y, factor))
+
+
+def _normed(norm: Norm | None, x: Array) -> Array:
+    return x if norm is None else norm.forward(x)
 
 
 class Decoder:

@@ -5,8 +5,8 @@ A family file holds one `Family`: how its config is read and how GGUF spells it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmctl.runtime.checkpoint.names import GgufNames
@@ -21,6 +21,8 @@ class Family:
     gguf_arch: `general.architecture`. gguf_names: tensor names and transforms. hf_class: entry of `architectures`.
     hf_keys: the keys of a config.json that only this family has, for writing one.
     complete_gguf: adds the config values that GGUF readers know by heart because no key holds them.
+    gguf_numbers: config key → GGUF key below `{arch}.`, for numbers only this family has; written from hf_keys.
+    gguf_window_pattern: GGUF says layer by layer whether there is a window.
     """
 
     name: str
@@ -31,4 +33,6 @@ class Family:
     hf_class: str
     hf_keys: Callable[[ModelConfig], dict[str, Any]]
     complete_gguf: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    gguf_numbers: Mapping[str, str] = field(default_factory=dict)
+    gguf_window_pattern: bool = False
 

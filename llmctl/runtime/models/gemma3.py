@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from llmctl.errors import FormatError
-from llmctl.runtime.checkpoint.names import LAYER_NAMES, TOP_NAMES, GgufNames
-from llmctl.runtime.models.config import LayerConfig, ModelConfig
+from llmctl.runtime.checkpoint.names import LAYER_NAMES, QK_NORM_NAMES, SANDWICH_NAMES, TOP_NAMES, GgufNames
+from llmctl.runtime.models.config import NORMS_AROUND, LayerConfig, ModelConfig
 from llmctl.runtime.models.family import Family
 from llmctl.runtime.models.hf_config import HfConfig
 from llmctl.runtime.models.rope import RopeConfig
@@ -38,8 +38,8 @@ def read_config(values: dict[str, Any]) -> ModelConfig:
         attention_scale=hf.positive("query_pre_attn_scalar", 256) ** -0.5,
         attention_bias=hf.flag("attention_bias"),
         attention_out_bias=hf.flag("attention_out_bias", hf.flag("attention_bias")),
-        qk_norm=True,
-        sandwich_norms=True,
+        qk_norm="head",
+        norms=NORMS_AROUND,
         norm_offset=1.0,
         embedding_scale=hf.integer("hidden_size") ** 0.5,
         attention_softcap=hf.optional_positive("attn_logit_softcapping"),
@@ -108,14 +108,7 @@ FAMILY = Family(
     gguf_arch="gemma3",
     gguf_names=GgufNames(
         top=TOP_NAMES,
-        layer={
-            **LAYER_NAMES,
-            "self_attn.q_norm": "attn_q_norm",
-            "self_attn.k_norm": "attn_k_norm",
-            "post_attention_layernorm": "post_attention_norm",
-            "pre_feedforward_layernorm": "ffn_norm",
-            "post_feedforward_layernorm": "post_ffw_norm",
-        },
+        layer={**LAYER_NAMES, **QK_NORM_NAMES, **SANDWICH_NAMES},
         permuted={},
         plus_one=True,
     ),

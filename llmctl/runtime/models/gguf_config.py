@@ -34,7 +34,7 @@ _KEYS = (
 _LIMITS = {"num_hidden_layers": MAX_LAYERS, "head_dim": MAX_HEAD_DIM}
 _REAL = {"rms_norm_eps", "rope_theta", "rope_local_base_freq", "attn_logit_softcapping", "final_logit_softcapping"}
 # Where writers put a zero for what a model has not.
-_ZERO_IS_ABSENT = ("_logit_softcapping", ".rope.scaling.factor", ".rope.scaling.attn_factor")
+_ZERO_IS_ABSENT = ("_logit_softcapping", ".sliding_window", ".rope.scaling.factor", ".rope.scaling.attn_factor")
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -49,6 +49,7 @@ def config_from_gguf(
     """
     arch = family.gguf_arch
     config = {hf: _value(metadata, hf, f"{arch}.{key}", needed) for hf, key, needed in _KEYS}
+    config |= {hf: _number(metadata, f"{arch}.{key}", needed=False) for hf, key in family.gguf_numbers.items()}
     config = {key: value for key, value in config.items() if value is not None}
     config["model_type"], config["architectures"] = family.model_types[0], [family.hf_class]
     if "token_embd.weight" not in shapes:
@@ -59,6 +60,7 @@ def config_from_gguf(
     config["attention_out_bias"] = "blk.0.attn_output.bias" in shapes
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in shapes
     _add_head_dim(config, metadata, arch)
+    _add_layer_types(config, metadata, arch)
     _add_rope_scaling(config, metadata, arch, factors)
     _add_token_ids(config, metadata)
     return family.complete_gguf(config)
@@ -104,6 +106,18 @@ def _add_head_dim(config: dict[str, Any], metadata: Mapping[str, Any], arch: str
     rotary = _count(metadata, f"{arch}.rope.dimension_count")
     if rotary not in (None, head_dim):
         config["partial_rotary_factor"] = rotary / head_dim
+
+
+def _add_layer_types(config: dict[str, Any], metadata: Mapping[str, Any], arch: str) -> None:
+    """Which layers have a window, where the file says it layer by layer."""
+    key = f"{arch}.attention.sliding_window_pattern"
+    pattern = metadata.get(key)
+    if not isinstance(pattern, (list, np.ndarray)) or not config.get("sliding_window"):
+        return  # a number is the pattern of its architecture
+    found = np.asarray(pattern)
+    if found.shape != (config["num_hidden_layers"],) or found.dtype.kind not in "bui":
+        raise FormatError(f"metadata key {key!r} must say of {config['num_hidden_layers']} layers whether they have a window")
+    config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in found]
 
 
 def _add_rope_scaling(
@@ -166,7 +180,7 @@ def metadata_from_config(config: ModelConfig, family: Family) -> dict[str, Any]:
     """The `{arch}.*` keys a converter writes for this model."""
     arch = family.gguf_arch
     windows = [layer.sliding_window for layer in config.layers if layer.sliding_window]
-    ropes = _global_and_local_rope(config)
+    ropes = global_and_local_rope(config)
     values = {
         "num_hidden_layers": config.num_layers,
         "max_position_embeddings": config.max_position_embeddings,
@@ -186,14 +200,19 @@ def metadata_from_config(config: ModelConfig, family: Family) -> dict[str, Any]:
     keys[f"{arch}.attention.value_length"] = config.head_dim
     keys[f"{arch}.rope.dimension_count"] = ropes[0].rotary_dim
     keys[f"{arch}.vocab_size"] = config.vocab_size
+    stated = family.hf_keys(config)
+    keys |= {f"{arch}.{key}": float(stated[hf]) for hf, key in family.gguf_numbers.items()}
+    if family.gguf_window_pattern and windows:
+        keys[f"{arch}.attention.sliding_window_pattern"] = [layer.sliding_window is not None for layer in config.layers]
     return {**keys, **_scaling_metadata(ropes[0], arch)}
 
 
-def _global_and_local_rope(config: ModelConfig) -> tuple[RopeConfig, RopeConfig | None]:
+def global_and_local_rope(config: ModelConfig) -> tuple[RopeConfig, RopeConfig | None]:
     """The rope of layers that see everything and, where they differ, of those with a window."""
-    everywhere = [layer.rope for layer in config.layers if layer.sliding_window is None]
-    local = [layer.rope for layer in config.layers if layer.sliding_window is not None]
-    return (everywhere or local)[0], (local[0] if local and everywhere else None)
+    everywhere = [layer.rope for layer in config.layers if layer.rope and layer.sliding_window is None]
+    local = [layer.rope for layer in config.layers if layer.rope and layer.sliding_window is not None]
+    differ = local and everywhere and local[0] is not everywhere[0]
+    return (everywhere or local)[0], (local[0] if differ else None)
 
 
 def _scaling_metadata(rope: RopeConfig, arch: str) -> dict[str, Any]:
@@ -223,7 +242,7 @@ def _scaling_metadata(rope: RopeConfig, arch: str) -> dict[str, Any]:
 
 def factor_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     """The rope tensors (float32 divisors per frequency) that GGUF keeps beside the weights."""
-    rope = _global_and_local_rope(config)[0]
+    rope = global_and_local_rope(config)[0]
     if rope.kind == "longrope":
         return {
             "rope_factors_long.weight": np.asarray(rope.parameters["long_factor"], dtype=np.float32),

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
 from llmctl.errors import FormatError
 from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.plain import shifted
 from llmctl.kernels.ops import Array, Ops
 from llmctl.runtime.cache.kv_cache import KvCache
+from llmctl.runtime.checkpoint.names import halves_order, take_rows
 from llmctl.runtime.models.config import LayerConfig, ModelConfig
 from llmctl.runtime.models.rotary_tables import RotaryTables
-from llmctl.runtime.models.weights import ModelWeights
+from llmctl.runtime.models.weights import ModelWeights, StoredWeight
+
+Rows = np.ndarray | slice | None
 
 
-def _checked(weights: ModelWeights, name: str, shape: tuple[int, ...]) -> object:
+def _checked(weights: ModelWeights, name: str, shape: tuple[int, ...]) -> Any:
     tensor = weights.read(name)
     if tuple(tensor.shape) != shape:
         raise FormatError(
             f"{weights.checkpoint.path}: tensor {name!r} has shape {tuple(tensor.shape)}, the config asks for {shape}"
         )
     return tensor
+
+
+def _rows(tensor: Any, rows: np.ndarray | slice | None) -> Any:
+    """These rows, None for all; of a weight that is only described the description."""
+    return tensor if rows is None or isinstance(tensor, StoredWeight) else take_rows(tensor, rows)
+
+
+def stacked(sizes: Sequence[int]) -> list[Rows]:
+    """The rows of parts of these sizes, one above the other."""
+    return [slice(end - size, end) for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
 
 
 class Linear:
@@ -31,10 +50,19 @@ class Linear:
     @classmethod
     def read(cls, ops: Ops, weights: ModelWeights, name: str, shape: tuple[int, int], bias: bool = False) -> Linear:
         """The module `name` with weight of shape (out_features, in_features)."""
-        weight = ops.prepare_weight(_checked(weights, f"{name}.weight", shape))
+        return cls.read_parts(ops, weights, name, shape, [None], bias)[0]
+
+    @classmethod
+    def read_parts(
+        cls, ops: Ops, weights: ModelWeights, name: str, shape: tuple[int, int], parts: Sequence[Rows], bias: bool = False
+    ) -> list[Linear]:
+        """Modules stored as one. parts: the rows of each of them, in its own order; None for all."""
+        weight = _checked(weights, f"{name}.weight", shape)
+        matrices = [ops.prepare_weight(_rows(weight, rows)) for rows in parts]
         weights.release(f"{name}.weight")
-        vector = ops.prepare_vector(_checked(weights, f"{name}.bias", shape[:1])) if bias else None
-        return cls(ops, weight, vector)
+        vector = _checked(weights, f"{name}.bias", shape[:1]) if bias else None
+        vectors = [ops.prepare_vector(_rows(vector, rows)) if bias else None for rows in parts]
+        return [cls(ops, *pair) for pair in zip(matrices, vectors, strict=True)]
 
     def forward(self, x: Array) -> Array:
         """x [T, in_features] → [T, out_features]."""
@@ -59,16 +87,34 @@ class Attention:
 
     def __init__(self, ops: Ops, config: ModelConfig, choices: LayerConfig, weights: ModelWeights, index: int) -> None:
         self.ops, self.config, self.choices, self.index = ops, config, choices, index
-        prefix, bias = f"model.layers.{index}.self_attn.", config.attention_bias
-        hidden, query = config.hidden_size, config.num_heads * config.head_dim
-        kv = config.num_kv_heads * config.head_dim
-        self.q_proj = Linear.read(ops, weights, prefix + "q_proj", (query, hidden), bias)
-        self.k_proj = Linear.read(ops, weights, prefix + "k_proj", (kv, hidden), bias)
-        self.v_proj = Linear.read(ops, weights, prefix + "v_proj", (kv, hidden), bias)
-        self.o_proj = Linear.read(ops, weights, prefix + "o_proj", (hidden, query), config.attention_out_bias)
+        prefix, query = f"model.layers.{index}.self_attn.", config.num_heads * config.head_dim
+        self.q_proj, self.k_proj, self.v_proj = self._read_inputs(weights, prefix)
+        self.o_proj = Linear.read(ops, weights, prefix + "o_proj", (config.hidden_size, query), config.attention_out_bias)
         if config.qk_norm:
-            self.q_norm = Norm(ops, config, weights, prefix + "q_norm", config.head_dim)
-            self.k_norm = Norm(ops, config, weights, prefix + "k_norm", config.head_dim)
+            heads = (1, 1) if config.qk_norm == "head" else (config.num_heads, config.num_kv_heads)
+            self.q_norm, self.k_norm = (
+                Norm(ops, config, weights, prefix + name, count * config.head_dim)
+                for name, count in zip(("q_norm", "k_norm"), heads, strict=True)
+            )
+
+    def _read_inputs(self, weights: ModelWeights, prefix: str) -> list[Linear]:
+        """The projections of q, k and v."""
+        ops, config = self.ops, self.config
+        bias, hidden = config.attention_bias, config.hidden_size
+        sizes = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        if config.fused_qkv:
+            return Linear.read_parts(ops, weights, prefix + "qkv_proj", (sum(sizes), hidden), stacked(sizes), bias)
+        orders = [self._halves(size) for size in sizes[:2]] + [None]
+        return [
+            Linear.read_parts(ops, weights, prefix + name, (size, hidden), [order], bias)[0]
+            for name, size, order in zip(("q_proj", "k_proj", "v_proj"), sizes, orders, strict=True)
+        ]
+
+    def _halves(self, size: int) -> Rows:
+        """The order of rows that brings pairs of a head to its halves, which is how they are rotated here."""
+        rope, head_dim = self.choices.rope, self.config.head_dim
+        turned = rope is not None and self.config.rope_interleaved
+        return halves_order(size, size // head_dim, rope.rotary_dim) if turned else None
 
     def forward(
         self, x: Array, batch: BatchDescription, cache: KvCache, tables: RotaryTables, rows: Array | None = None
@@ -86,10 +132,13 @@ class Attention:
     def _project(self, x: Array, tables: RotaryTables) -> tuple[Array, Array, Array]:
         """Queries [T, num_heads, head_dim], keys and values [T, num_kv_heads, head_dim], normed and rotated."""
         ops, config = self.ops, self.config
-        queries = ops.reshape(self.q_proj.forward(x), (-1, config.num_heads, config.head_dim))
-        keys = ops.reshape(self.k_proj.forward(x), (-1, config.num_kv_heads, config.head_dim))
+        queries, keys = self.q_proj.forward(x), self.k_proj.forward(x)
+        if config.qk_norm == "all":
+            queries, keys = self.q_norm.forward(queries), self.k_norm.forward(keys)
+        queries = ops.reshape(queries, (-1, config.num_heads, config.head_dim))
+        keys = ops.reshape(keys, (-1, config.num_kv_heads, config.head_dim))
         values = ops.reshape(self.v_proj.forward(x), (-1, config.num_kv_heads, config.head_dim))
-        if config.qk_norm:
+        if config.qk_norm == "head":
             queries, keys = self.q_norm.forward(queries), self.k_norm.forward(keys)
         if self.choices.rope is not None:
             cos, sin = tables.angles(self.choices.rope)
@@ -102,10 +151,13 @@ class GatedMlp:
 
     def __init__(self, ops: Ops, config: ModelConfig, weights: ModelWeights, prefix: str) -> None:
         self.ops, self.activation = ops, config.activation
-        up, down = (config.intermediate_size, config.hidden_size), (config.hidden_size, config.intermediate_size)
-        self.gate_proj = Linear.read(ops, weights, prefix + "gate_proj", up, config.mlp_bias)
-        self.up_proj = Linear.read(ops, weights, prefix + "up_proj", up, config.mlp_bias)
-        self.down_proj = Linear.read(ops, weights, prefix + "down_proj", down, config.mlp_bias)
+        size, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
+        if config.fused_gate_up:
+            both = Linear.read_parts(ops, weights, prefix + "gate_up_proj", (2 * size, hidden), stacked([size, size]), bias)
+        else:
+            both = [Linear.read(ops, weights, prefix + name, (size, hidden), bias) for name in ("gate_proj", "up_proj")]
+        self.gate_proj, self.up_proj = both
+        self.down_proj = Linear.read(ops, weights, prefix + "down_proj", (hidden, size), bias)
 
     def forward(self, x: Array) -> Array:
         """x [T, hidden_size] → the same."""

@@ -1,25 +1,25 @@
-"""The llama family: Llama 1–3.x, TinyLlama, Yi, SmolLM 1/2, everything else that says model_type "llama", and Mistral.
+"""The llama family: Llama 1–3.x, TinyLlama, Yi, SmolLM 1/2, everything else that says model_type "llama", Mistral and Ministral.
 
-Mistral is Llama without biases, and in its first version with a window.
+Mistral is Llama without biases, and in its first version with a window; Ministral has the window in some of the layers.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from llmctl.runtime.checkpoint.names import LAYER_NAMES, TOP_NAMES, GgufNames
-from llmctl.runtime.models.config import LayerConfig, ModelConfig
+from llmctl.runtime.checkpoint.names import LAYER_NAMES, LLAMA_PERMUTED, TOP_NAMES, GgufNames
+from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.family import Family
 from llmctl.runtime.models.hf_config import HfConfig
-from llmctl.runtime.models.rope import RopeConfig
+from llmctl.runtime.models.standard import SLIDING, rope_of, window_keys, windowed
 
 # What MistralConfig takes for keys that are absent, where LlamaConfig takes something else.
 _MISTRAL_DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 
 
 def read_config(values: dict[str, Any]) -> ModelConfig:
-    """Hugging Face LlamaConfig or MistralConfig → ModelConfig."""
-    mistral = values.get("model_type") == "mistral"
+    """Hugging Face LlamaConfig, MistralConfig or MinistralConfig → ModelConfig."""
+    mistral = values.get("model_type") in ("mistral", "ministral")
     values = {**_MISTRAL_DEFAULTS, **values} if mistral else values
     hf = HfConfig(values)
     if mistral:
@@ -27,7 +27,8 @@ def read_config(values: dict[str, Any]) -> ModelConfig:
             hf.refuse(key, (False,), "Mistral has no biases")
     num_layers, num_heads, head_dim = hf.layers(), hf.integer("num_attention_heads"), hf.head_dim()
     window = _window(hf) if mistral else None
-    layer = LayerConfig(sliding_window=window, rope=RopeConfig.from_hf({**values, "head_dim": head_dim}))
+    types = hf.layer_types(num_layers) if values.get("model_type") == "ministral" else None
+    layers = windowed(types or [SLIDING] * num_layers, window, rope_of(hf, head_dim))
     return ModelConfig(
         family=FAMILY.name,
         vocab_size=hf.integer("vocab_size"),
@@ -41,7 +42,7 @@ def read_config(values: dict[str, Any]) -> ModelConfig:
         rms_norm_eps=hf.positive("rms_norm_eps", 1e-6),
         activation=hf.text("hidden_act", "silu"),
         tie_word_embeddings=hf.flag("tie_word_embeddings"),
-        layers=(layer,) * num_layers,
+        layers=layers,
         attention_scale=head_dim**-0.5,
         attention_bias=hf.flag("attention_bias"),
         attention_out_bias=hf.flag("attention_out_bias", hf.flag("attention_bias")),
@@ -59,12 +60,15 @@ def _window(hf: HfConfig) -> int | None:
 
 
 def hf_keys(config: ModelConfig) -> dict[str, Any]:
-    """What LlamaConfig, or MistralConfig where there is a window, has beyond the keys of all families."""
-    window = config.layers[0].sliding_window
-    if window is None:
+    """What LlamaConfig, or Mistral's and Ministral's where there is a window, has beyond the keys of all families."""
+    windows = {layer.sliding_window for layer in config.layers}
+    if windows == {None}:
         return {"hidden_act": config.activation, "mlp_bias": config.mlp_bias}
+    if len(windows) > 1:
+        ministral = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
+        return {**ministral, "hidden_act": config.activation, **window_keys(config)}
     mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    return {**mistral, "hidden_act": config.activation, "sliding_window": window}
+    return {**mistral, "hidden_act": config.activation, "sliding_window": windows.pop()}
 
 
 def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
@@ -74,13 +78,13 @@ def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="llama",
-    model_types=("llama", "mistral"),
+    model_types=("llama", "mistral", "ministral"),
     read_config=read_config,
     gguf_arch="llama",
     gguf_names=GgufNames(
         top=TOP_NAMES,
         layer={**LAYER_NAMES, "post_attention_layernorm": "ffn_norm"},
-        permuted={"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"},
+        permuted=LLAMA_PERMUTED,
     ),
     hf_class="LlamaForCausalLM",
     hf_keys=hf_keys,

@@ -6,10 +6,23 @@ import difflib
 
 from llmctl.errors import FormatError, UnsupportedError
 from llmctl.runtime.checkpoint.text import quoted
-from llmctl.runtime.models import gemma3, llama
+from llmctl.runtime.models import exaone4, gemma, gemma3, glm4, granite, llama, olmo2, phi3, qwen, smollm3
 from llmctl.runtime.models.family import Family
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY, gemma3.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    qwen.QWEN2,
+    qwen.QWEN3,
+    gemma.GEMMA,
+    gemma.GEMMA2,
+    gemma3.FAMILY,
+    phi3.FAMILY,
+    smollm3.FAMILY,
+    olmo2.FAMILY,
+    granite.FAMILY,
+    glm4.FAMILY,
+    exaone4.FAMILY,
+)
 
 
 def family_by_model_type(model_type: object) -> Family:
