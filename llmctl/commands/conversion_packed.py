@@ -62,8 +62,8 @@ def _show(request: PackedRequest, plan: PackedPlan, output: Path, written: int |
 
 
 def _kinds(plan: PackedPlan) -> str:
-    counts = Counter((stored.bits, stored.group_size) for stored in plan.modules.values())
-    kinds = [scheme for scheme, _ in counts.most_common()]
+    counts = Counter((scheme.bits, scheme.group_size) for scheme in plan.modules.values())
+    kinds = [kind for kind, _ in counts.most_common()]
     return ", ".join(f"{bits} bits in {f'groups of {size}' if size > 0 else 'whole rows'}" for bits, size in kinds)
 
 
@@ -83,13 +83,13 @@ def _document(request: PackedRequest, plan: PackedPlan, output: Path, written: i
         "modules": [
             {
                 "name": module,
-                "shape": list(stored.shape),
-                "bits": stored.bits,
-                "group_size": stored.group_size,
-                "symmetric": stored.zero_points is None,
-                "activation_order": stored.g_idx is not None,
+                "shape": list(scheme.shape),
+                "bits": scheme.bits,
+                "group_size": scheme.group_size,
+                "symmetric": scheme.symmetric,
+                "activation_order": scheme.ordered,
             }
-            for module, stored in plan.modules.items()
+            for module, scheme in plan.modules.items()
         ],
         "files": sorted(plan.files),
         "lossless": True,

@@ -1,7 +1,7 @@
 """A folder of packed integers as another: GPTQ, AWQ and compressed-tensors into each other, without a change to any value.
 
-Scales, zero points and group indices are read to plan it, which tells whether it can be done; codes are read one module at a
-time. Everything that is not quantized is copied as it is, so the architecture need not be one that can be run here.
+Scales, zero points and group indices are read to plan it, which tells whether it can be done; then everything is read one
+module at a time. Everything that is not quantized is copied as it is, so the architecture need not be one that can be run here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import numpy as np
 from llmctl.errors import UnsupportedError
 from llmctl.kernels.formats.spec import Format
 from llmctl.quant.naming import file_name
-from llmctl.quant.packed_layouts import LAYOUTS, Layout, why_not_together
+from llmctl.quant.packed_layouts import LAYOUTS, Layout, Scheme, why_not_together
 from llmctl.quant.to_folder import TAKEN_OVER, Progress
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.dtypes import format_of
 from llmctl.runtime.checkpoint.output_folder import OutputFolder, check_folder, refuse_inside
-from llmctl.runtime.checkpoint.packed import PackedTensors, find_packed
+from llmctl.runtime.checkpoint.packed import find_packed
 from llmctl.runtime.checkpoint.packed_integers import StoredIntegers
+from llmctl.runtime.checkpoint.packed_parts import PackedModule
 from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
 from llmctl.runtime.checkpoint.safetensors_writer import SafetensorsWriter
 from llmctl.runtime.checkpoint.text import quoted
@@ -35,14 +36,16 @@ _CONFIG_KEYS = ("quantization_config", "compression_config")
 class PackedPlan:
     """Everything that will be written.
 
-    modules: the quantized ones by name. plain: names of the tensors copied as they are. files: name → content of the small
-    files. source: how the modules are stored now. name: of the folder, if none is asked for.
+    source: how the modules are stored now. sources, modules: the quantized ones by name, how they are read and what they are.
+    plain: names of the tensors copied as they are. files: name → content of the small files. name: of the folder, if none is
+    asked for.
     """
 
     checkpoint: SafetensorsCheckpoint
     layout: Layout
     source: str
-    modules: dict[str, StoredIntegers]
+    sources: dict[str, PackedModule]
+    modules: dict[str, Scheme]
     plain: list[str]
     files: dict[str, bytes]
     name: str
@@ -52,24 +55,20 @@ class PackedPlan:
         """Name, type and shape of every tensor, in the order of the file."""
         entries = [self.checkpoint.entry(name) for name in self.plain]
         found = [(entry.name, entry.format, entry.shape) for entry in entries]
-        for module, stored in self.modules.items():
-            for suffix, tensor in _shapes(self.layout, stored, self.modules).items():
+        for module, scheme in self.modules.items():
+            for suffix, tensor in self.layout.tensors(scheme.blank(), self.all_symmetric).items():
                 found.append((f"{module}.{suffix}", format_of(tensor), tensor.shape))
         return found
+
+    @property
+    def all_symmetric(self) -> bool:
+        """Whether no module has zero points of its own."""
+        return all(scheme.symmetric for scheme in self.modules.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors as they will be."""
         return sum(int(np.prod(shape)) * form.bytes_per_block for _, form, shape in self.declared())
-
-
-def _shapes(layout: Layout, stored: StoredIntegers, modules: dict[str, StoredIntegers]) -> dict[str, np.ndarray]:
-    """The tensors of a module with no codes in them: for their shapes and types."""
-    rows, columns = stored.shape
-    blank = np.broadcast_to(np.zeros((), np.uint32), (rows, -(-columns * stored.bits // 32)))
-    empty = StoredIntegers(stored.bits, stored.group_size, stored.shape, lambda: np.ascontiguousarray(blank), stored.scales,
-                           stored.zero_points, stored.g_idx)  # fmt: skip
-    return layout.tensors(empty, modules)
 
 
 def plan_packed(path: Path, target: str) -> PackedPlan:
@@ -84,10 +83,8 @@ def plan_packed(path: Path, target: str) -> PackedPlan:
     found = find_packed(checkpoint)
     if not found.modules:
         raise UnsupportedError(f"{path}: no weight here is quantized; llmctl quantize makes a smaller model of it")
-    modules = {name.removesuffix(".weight"): _integers(path, layout, found, name) for name in found.modules}
-    for module, stored in modules.items():
-        if reason := layout.why_not(module, stored):
-            raise UnsupportedError(f"{path}: module {quoted(module)} cannot be stored as {layout.name}: {reason}")
+    sources = {name.removesuffix(".weight"): module for name, module in found.modules.items()}
+    modules = {name: _scheme(path, layout, name, module) for name, module in sources.items()}
     if reason := why_not_together(layout, modules):
         raise UnsupportedError(f"{path}: cannot be stored as {layout.name}: {reason}")
     plain = [name for name in checkpoint.names() if name not in found.parts]
@@ -95,15 +92,17 @@ def plan_packed(path: Path, target: str) -> PackedPlan:
     source = found.settings.method if found.settings else "unknown"
     name = file_name({}, path, layout.label, suffix="")
     warnings = _warnings(layout, modules)
-    return PackedPlan(checkpoint, layout, source, modules, plain, _files(checkpoint, layout, config), name, warnings)
+    return PackedPlan(checkpoint, layout, source, sources, modules, plain, _files(checkpoint, layout, config), name, warnings)
 
 
-def _integers(path: Path, layout: Layout, found: PackedTensors, name: str) -> StoredIntegers:
-    module = found.modules[name]
+def _scheme(path: Path, layout: Layout, name: str, module: PackedModule) -> Scheme:
+    """What the module is; UnsupportedError if the layout cannot hold its values."""
     stored = module.read() if module.form.startswith("INT") else None
     if not isinstance(stored, StoredIntegers):
         raise UnsupportedError(f"{path}: tensor {quoted(module.parts[0])} holds {module.form}, {layout.name} is of whole numbers")
-    return stored
+    if reason := layout.why_not(name, stored):
+        raise UnsupportedError(f"{path}: module {quoted(name)} cannot be stored as {layout.name}: {reason}")
+    return Scheme.of(stored)
 
 
 def _unquantized(checkpoint: SafetensorsCheckpoint, plain: list[str]) -> list[str]:
@@ -112,8 +111,8 @@ def _unquantized(checkpoint: SafetensorsCheckpoint, plain: list[str]) -> list[st
     return [name.removesuffix(".weight") for name in matrices if "embed" not in name.rpartition(".")[0].rpartition(".")[2]]
 
 
-def _warnings(layout: Layout, modules: dict[str, StoredIntegers]) -> list[str]:
-    if layout.name == "compressed-tensors" and any(stored.g_idx is not None for stored in modules.values()):
+def _warnings(layout: Layout, modules: dict[str, Scheme]) -> list[str]:
+    if layout.name == "compressed-tensors" and any(scheme.ordered for scheme in modules.values()):
         return ["activation order is written as weight_g_idx, which vLLM reads and compressed-tensors itself no longer does"]
     return []
 
@@ -173,7 +172,9 @@ def _tensors(plan: PackedPlan) -> Iterator[tuple[str, np.ndarray]]:
     for name in plan.plain:
         yield name, plan.checkpoint.read(name)
         plan.checkpoint.release(name)
-    for module, stored in plan.modules.items():
-        for suffix, tensor in plan.layout.tensors(stored, plan.modules).items():
-            yield f"{module}.{suffix}", tensor
+    for name, module in plan.sources.items():
+        stored = module.read()
+        assert isinstance(stored, StoredIntegers), name
+        for suffix, tensor in plan.layout.tensors(stored, plan.all_symmetric).items():
+            yield f"{name}.{suffix}", tensor
         plan.checkpoint.release_all()

@@ -9,18 +9,61 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from llmctl.runtime.checkpoint.packed_bits import awq_from_rows, awq_words, pack_codes
+from llmctl.runtime.checkpoint.packed_bits import awq_from_rows, awq_words, pack_codes, words_for
 from llmctl.runtime.checkpoint.packed_integers import StoredIntegers
 
-Modules = Mapping[str, StoredIntegers]
 HEAD = "lm_head"
 _GPTQ_BITS = (2, 3, 4, 8)
 _AWQ_ROWS = 32
 _EIGHT = 8
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a config says of one module, and what its tensors' shapes follow from. ordered: the columns of a group are any."""
+
+    bits: int
+    group_size: int
+    shape: tuple[int, int]
+    num_groups: int
+    symmetric: bool
+    ordered: bool
+    scale_dtype: np.dtype
+
+    @classmethod
+    def of(cls, stored: StoredIntegers) -> Scheme:
+        """That of a module as it was read."""
+        return cls(
+            bits=stored.bits,
+            group_size=stored.group_size,
+            shape=stored.shape,
+            num_groups=stored.scales.shape[1],
+            symmetric=stored.zero_points is None,
+            ordered=stored.g_idx is not None,
+            scale_dtype=stored.scales.dtype,
+        )
+
+    def blank(self) -> StoredIntegers:
+        """A module like this one whose numbers are all 0: for the shapes and types of its tensors."""
+        groups, columns = (self.shape[0], self.num_groups), self.shape[1]
+        words = np.broadcast_to(np.uint32(0), (self.shape[0], words_for(columns, self.bits)))
+        return StoredIntegers(
+            bits=self.bits,
+            group_size=self.group_size,
+            shape=self.shape,
+            load_words=lambda: np.ascontiguousarray(words),
+            scales=np.broadcast_to(np.zeros((), self.scale_dtype), groups),
+            zero_points=None if self.symmetric else np.broadcast_to(np.uint8(0), groups),
+            g_idx=np.broadcast_to(np.int32(0), (columns,)) if self.ordered else None,
+        )
+
+
+Modules = Mapping[str, Scheme]
 
 
 class Layout(Protocol):
@@ -32,8 +75,9 @@ class Layout(Protocol):
     def why_not(self, module: str, stored: StoredIntegers) -> str | None:
         """Why the module cannot be stored so without a change to its values; None if it can. Reads no codes."""
 
-    def tensors(self, stored: StoredIntegers, modules: Modules) -> dict[str, np.ndarray]:
-        """The module's tensors by the ends of their names. modules: all of the model, as one config describes them."""
+    def tensors(self, stored: StoredIntegers, all_symmetric: bool) -> dict[str, np.ndarray]:
+        """The module's tensors by the ends of their names. all_symmetric: so are all modules of the model, which one config
+        describes."""
 
     def config(self, modules: Modules, unquantized: Sequence[str]) -> dict[str, Any]:
         """quantization_config. unquantized: modules that a reader would expect to be quantized too."""
@@ -50,9 +94,9 @@ class GptqLayout:
             return f"GPTQ has codes of 2, 3, 4 or 8 bits, these have {stored.bits}"
         return _scales_not_f16(stored)
 
-    def tensors(self, stored: StoredIntegers, modules: Modules) -> dict[str, np.ndarray]:
+    def tensors(self, stored: StoredIntegers, all_symmetric: bool) -> dict[str, np.ndarray]:
         zeros = stored.all_zero_points()
-        fields = zeros - np.uint8(1) if _all_symmetric(modules) else zeros
+        fields = zeros - np.uint8(1) if all_symmetric else zeros
         return {
             "qweight": _signed(stored.words.T),
             "qzeros": _signed(pack_codes(np.ascontiguousarray(fields.T), stored.bits)),
@@ -61,7 +105,7 @@ class GptqLayout:
         }
 
     def config(self, modules: Modules, unquantized: Sequence[str]) -> dict[str, Any]:
-        symmetric = _all_symmetric(modules)
+        symmetric = all(scheme.symmetric for scheme in modules.values())
         (bits, group_size), others = _schemes(modules)
         version = "gptq" if symmetric else "gptq_v2"
         rules: dict[str, Any] = {f"-:^{re.escape(module)}$": {} for module in unquantized if module != HEAD}
@@ -72,7 +116,7 @@ class GptqLayout:
             "method": "gptq",
             "bits": bits,
             "group_size": group_size,
-            "desc_act": any(stored.g_idx is not None for stored in modules.values()),
+            "desc_act": any(scheme.ordered for scheme in modules.values()),
             "sym": symmetric,
             "lm_head": HEAD in modules,
             "checkpoint_format": version,
@@ -100,7 +144,7 @@ class AwqLayout:
             return f"groups must be whole there, {columns} columns are not a multiple of {stored.columns_per_group}"
         return _scales_not_f16(stored)
 
-    def tensors(self, stored: StoredIntegers, modules: Modules) -> dict[str, np.ndarray]:
+    def tensors(self, stored: StoredIntegers, all_symmetric: bool) -> dict[str, np.ndarray]:
         zeros = np.ascontiguousarray(stored.all_zero_points().T)
         return {
             "qweight": _signed(awq_from_rows(stored.words)),
@@ -129,7 +173,7 @@ class CompressedTensorsLayout:
         columns, size = stored.shape[1], stored.columns_per_group
         return f"groups must be whole there, {columns} columns are not a multiple of {size}" if columns % size else None
 
-    def tensors(self, stored: StoredIntegers, modules: Modules) -> dict[str, np.ndarray]:
+    def tensors(self, stored: StoredIntegers, all_symmetric: bool) -> dict[str, np.ndarray]:
         tensors = {
             "weight_packed": _signed(stored.words),
             "weight_scale": stored.scales,
@@ -143,8 +187,8 @@ class CompressedTensorsLayout:
 
     def config(self, modules: Modules, unquantized: Sequence[str]) -> dict[str, Any]:
         found: dict[tuple[Any, ...], list[str]] = {}
-        for module, stored in modules.items():
-            kind = (stored.bits, stored.group_size, stored.zero_points is None, stored.g_idx is not None)
+        for module, scheme in modules.items():
+            kind = (scheme.bits, scheme.group_size, scheme.symmetric, scheme.ordered)
             found.setdefault(kind, []).append(module)
         groups = {f"group_{i}": _config_group(kind, ["Linear"] if len(found) == 1 else targets)
                   for i, (kind, targets) in enumerate(found.items())}  # fmt: skip
@@ -163,7 +207,7 @@ LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (GptqLayout(), A
 
 def why_not_together(layout: Layout, modules: Modules) -> str | None:
     """Why modules that could each be stored so cannot be in one model: AWQ has one group size for all."""
-    sizes = sorted({stored.group_size for stored in modules.values()})
+    sizes = sorted({scheme.group_size for scheme in modules.values()})
     if isinstance(layout, AwqLayout) and len(sizes) > 1:
         return f"AWQ has one group size for the whole model, there are {', '.join(map(str, sizes))}"
     return None
@@ -173,13 +217,9 @@ def _signed(words: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(words).view("<i4")
 
 
-def _all_symmetric(modules: Modules) -> bool:
-    return all(stored.zero_points is None for stored in modules.values())
-
-
 def _schemes(modules: Modules) -> tuple[tuple[int, int], dict[str, tuple[int, int]]]:
     """Bits and group size that most modules have, and those of the modules that have others."""
-    schemes = {module: (stored.bits, stored.group_size) for module, stored in modules.items()}
+    schemes = {module: (scheme.bits, scheme.group_size) for module, scheme in modules.items()}
     most = Counter(schemes.values()).most_common(1)[0][0]
     return most, {module: scheme for module, scheme in schemes.items() if scheme != most}
 

@@ -100,6 +100,7 @@ def dequantize_packed_int(tensor: PackedIntTensor, out: np.ndarray | None = None
     columns, groups = tensor.shape[-1], tensor.num_groups
     rows, codes = out.reshape(-1, columns), tensor.codes.reshape(-1, tensor.codes.shape[-1])
     scales, zeros = tensor.scales.reshape(-1, groups, 1), _zero_points(tensor)
+    places = None if tensor.column_order is None else np.argsort(tensor.column_order)
     step = max(1, _CHUNK_ELEMENTS // columns)
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
@@ -107,8 +108,8 @@ def dequantize_packed_int(tensor: PackedIntTensor, out: np.ndarray | None = None
         grouped[...] = unpack_packed_int(codes[part], tensor.bits).reshape(grouped.shape)
         grouped -= zeros[part]
         grouped *= scales[part]
-        if tensor.column_order is not None:
-            rows[part, tensor.column_order] = rows[part].copy()
+        if places is not None:
+            rows[part] = np.take(rows[part], places, axis=1)
     return out
 
 

@@ -361,6 +361,28 @@ def test_float8_times_its_scales(folder: Folder, name: str, scales: Any, block: 
     assert np.array_equal(values, weight.astype(np.float32) * spread)
 
 
+@pytest.mark.parametrize(
+    ("weights", "scales"),
+    [
+        ({"strategy": "tensor"}, np.array([0.3], np.float32)),
+        ({"strategy": "channel"}, np.linspace(0.1, 2, 200, dtype=np.float32)[:, None].astype(ml_dtypes.bfloat16)),
+        ({"strategy": "block", "block_structure": [64, 64]}, np.arange(1, 21, dtype=np.float32).reshape(4, 5) / 7),
+        ({"strategy": "group", "group_size": 100}, np.linspace(0.1, 2, 600, dtype=np.float32).reshape(200, 3)),
+    ],
+)
+def test_float8_of_compressed_tensors(folder: Folder, weights: dict[str, Any], scales: np.ndarray) -> None:
+    weight = float8()
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "symmetric": True, **weights}}
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    tensors = {"weight": weight, "weight_scale": scales, "input_scale": np.ones(1, np.float32)}
+    values, spread = read(folder(tensors, config)), scales.astype(np.float32)
+    if scales.ndim == 2:
+        step = {1: 300, 5: 64, 3: 100}[scales.shape[1]]
+        rows = np.arange(200) // (64 if len(scales) == 4 else 1)
+        spread = scales.astype(np.float32)[rows[:, None], np.arange(300)[None] // step]
+    assert np.array_equal(values.astype(np.float32), weight.astype(np.float32) * spread)
+
+
 def test_float8_is_bfloat16_where_that_is_exact(folder: Folder) -> None:
     weight = float8()
     values = read(folder({"weight": weight, "weight_scale": np.float32(0.375)}, None))
