@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class PackedPlan:
     name: str
     warnings: list[str] = field(default_factory=list)
 
+    @cached_property
     def declared(self) -> list[tuple[str, Format, tuple[int, ...]]]:
         """Name, type and shape of every tensor, in the order of the file."""
         entries = [self.checkpoint.entry(name) for name in self.plain]
@@ -68,7 +70,7 @@ class PackedPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors as they will be."""
-        return sum(int(np.prod(shape)) * form.bytes_per_block for _, form, shape in self.declared())
+        return sum(int(np.prod(shape)) * form.bytes_per_block for _, form, shape in self.declared)
 
 
 def plan_packed(path: Path, target: str) -> PackedPlan:
@@ -155,7 +157,7 @@ def write_packed(
     with OutputFolder(output, replace=force) as folder:
         folder.require(total + sum(map(len, plan.files.values())))
         with SafetensorsWriter(folder.work, max_shard_bytes=max_shard_bytes) as writer:
-            for declared in plan.declared():
+            for declared in plan.declared:
                 writer.declare(*declared)
             for name, tensor in _tensors(plan):
                 writer.write(name, [tensor])
