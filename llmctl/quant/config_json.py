@@ -7,11 +7,14 @@ written is read back and compared, so that nothing is lost without a word.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
+from llmctl.errors import FormatError
 from llmctl.kernels.formats.spec import Format
 from llmctl.quant.expressible import check_config_json
 from llmctl.quant.rope_json import rope_scaling, round_trip
+from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.family import Family
 from llmctl.runtime.models.gguf_config import global_and_local_rope
@@ -72,6 +75,9 @@ def special_ids(facts: Facts | None, config: ModelConfig) -> dict[str, Any]:
 def generation_json(facts: Facts | None, config: ModelConfig, sampling: Mapping[str, Any]) -> dict[str, Any]:
     """The content of generation_config.json. sampling: what the source recommends, by our names."""
     kept = {key: round_trip(value) for key, value in sampling.items() if key in _SAMPLING}
+    for key, value in kept.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
+            raise FormatError(f"the {key} the model recommends is {quoted(value)}, expected a number")
     if kept:
         kept["do_sample"] = kept.get("temperature") != 0
         if not kept["do_sample"]:

@@ -19,7 +19,7 @@ from llmctl.kernels.formats.spec import FORMATS
 from llmctl.quant.expressible import check_expressible
 from llmctl.quant.left_out import left_out_of
 from llmctl.quant.lora import Adapter, MergedWeights
-from llmctl.quant.naming import describe_folder
+from llmctl.quant.model_card import describe_folder
 from llmctl.quant.packed_source import describe
 from llmctl.quant.rtn import Tensor, stored_format
 from llmctl.quant.source import ModelSource, SourceTensor, gguf_order

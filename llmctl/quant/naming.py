@@ -5,15 +5,11 @@ The parts follow the naming convention of the GGUF description: BaseName-SizeLab
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from llmctl.errors import FormatError
-from llmctl.runtime.checkpoint.string_array import StringArray
 
 _SIZE = re.compile(r"(?:(?P<experts>\d+)x)?(?P<number>\d+(?:[._]\d+)?)(?P<unit>[KMBT])", re.IGNORECASE)
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -22,17 +18,6 @@ _ENCODING = re.compile(r"(?:i?q\d+(?:_\w+)?|b?f(?:p|loat)?(?:16|32)|gguf|hf)", r
 _PURPOSE = re.compile(r"(?:chat|instruct|it|base|vision|code|coder)", re.IGNORECASE)
 _PLAIN_SUFFIX = re.compile(r"[-.](?:i?q\d\w*|b?f(?:p|loat)?(?:16|32))$", re.IGNORECASE)
 _SHARD_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
-
-# GGUF key below general. → key of a model card's front matter.
-_CARD_KEYS = (
-    ("author", "author"),
-    ("license", "license"),
-    ("license.name", "license_name"),
-    ("license.link", "license_link"),
-    ("languages", "language"),
-    ("tags", "tags"),
-)
-
 
 @dataclass(frozen=True)
 class ModelName:
@@ -66,10 +51,10 @@ def parse_name(identifier: str, num_elements: int) -> ModelName:
         at = next((i for i, part in enumerate(parts) if i and _PURPOSE.fullmatch(part)), len(parts))
     basename, finetune = "-".join(parts[:at]), "-".join(parts[at:])
     label = size[:-1] + size[-1].upper() if size else None
-    return ModelName(_title(name), basename or None, label, finetune or None, version, organization)
+    return ModelName(title(name), basename or None, label, finetune or None, version, organization)
 
 
-def _title(name: str) -> str:
+def title(name: str) -> str:
     """The name for people: blanks for dashes, words in small letters capitalized but for versions and numbers."""
     words = name.replace("-", " ").split()
     plain = [not word.islower() or word[0].isdigit() or _VERSION.fullmatch(word) is not None for word in words]
@@ -92,43 +77,6 @@ def size_label(num_elements: int) -> str:
     return f"{scaled:.{1 if round(scaled) < 10 else 0}f}{unit}"
 
 
-def describe_folder(folder: Path, config: Mapping[str, Any], num_elements: int) -> dict[str, Any]:
-    """The general.* keys that name a Hugging Face folder, in the order they are written.
-
-    Sources, the first that says something: the model card (README.md), `_name_or_path` of config.json unless it is a path,
-    the folder's own name. Raises FormatError for a model card that is no valid YAML.
-    """
-    card = _model_card(folder)
-    stated = config.get("_name_or_path")
-    stated = stated if isinstance(stated, str) and stated.strip() and stated.count("/") <= 1 and stated[0] not in "./~" else None
-    names = [parse_name(text, num_elements) for text in (card.get("model_name"), stated, folder.resolve().name) if text]
-    found = {key: next((value for name in names if (value := getattr(name, key))), None) for key in ModelName.__annotations__}
-    found["size_label"] = found["size_label"] or (size_label(num_elements) if num_elements else None)
-    keys = {"name": found.pop("title"), **found}
-    for key, source in _CARD_KEYS:
-        if value := card.get(source):
-            keys[key] = [str(item) for item in value] if isinstance(value, list) else str(value)
-    for key in ("languages", "tags"):
-        if isinstance(keys.get(key), str):
-            keys[key] = [keys[key]]
-    if isinstance(keys.get("license"), list):
-        keys["license"] = ",".join(keys["license"])
-    return {f"general.{key}": value for key, value in keys.items() if value is not None}
-
-
-def _model_card(folder: Path) -> dict[str, Any]:
-    """The front matter of README.md; {} where there is none."""
-    path = folder / "README.md"
-    if not path.is_file() or not path.read_bytes()[:200].lstrip(b"\xef\xbb\xbf \r\n").startswith(b"---"):
-        return {}
-    from huggingface_hub import metadata_load
-
-    try:
-        return metadata_load(path) or {}
-    except Exception as error:  # YAML's own classes, not a dependency of ours
-        raise FormatError(f"{path}: its front matter cannot be read: {error}") from error
-
-
 def file_name(metadata: Mapping[str, Any], source: Path, encoding: str, suffix: str = ".gguf") -> str:
     """The conventional name of a GGUF file; without a base name in the metadata, that of the source's own file.
 
@@ -140,21 +88,6 @@ def file_name(metadata: Mapping[str, Any], source: Path, encoding: str, suffix: 
         return _safe(f"{_PLAIN_SUFFIX.sub('', stem)}-{encoding}{suffix}")
     parts = [basename, *(metadata.get(f"general.{key}") for key in ("size_label", "finetune", "version")), encoding]
     return _safe("-".join(part.strip() for part in parts if isinstance(part, str) and part.strip()) + suffix)
-
-
-def model_card(metadata: Mapping[str, Any], source: Path) -> bytes:
-    """A README.md whose front matter says what GGUF's general.* keys do, so that the way back finds it."""
-    pairs = [("model_name", "name"), *((card, key) for key, card in _CARD_KEYS)]
-    found = [(card, _card_value(metadata.get(f"general.{key}"))) for card, key in pairs]
-    lines = [f"{card}: {json.dumps(value, ensure_ascii=False)}" for card, value in found if value]
-    body = f"Converted from {source.name} by llmctl.\n"
-    return ("---\n" + "\n".join(lines) + "\n---\n\n" + body if lines else body).encode("utf-8", "replace")
-
-
-def _card_value(value: Any) -> str | list[str] | None:
-    if isinstance(value, (StringArray, list)):
-        return [str(item) for item in value] or None
-    return value if isinstance(value, str) and value.strip() else None
 
 
 def _safe(name: str) -> str:

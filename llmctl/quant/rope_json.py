@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from llmctl.quant.expressible import same_rope
+from llmctl.runtime.models.hf_config import MAX_COUNT
 from llmctl.runtime.models.rope import RopeConfig, rope_frequencies
 
 # low_freq_factor, high_freq_factor: Llama 3's, then what is left to try.
@@ -64,7 +65,8 @@ def _guesses(rope: RopeConfig, divisors: np.ndarray, factor: float) -> Iterator[
     for low, high in _BANDS:
         if len(between):
             length = float(np.median((blend[between] * (high - low) + low) / turns[between]))
-            yield max(1, round(length)), low, high
+            if 1 <= length <= MAX_COUNT:
+                yield round(length), low, high
         else:
             yield from ((length, low, high) for length in _ORIGINAL_LENGTHS)
 

@@ -26,7 +26,8 @@ from llmctl.quant.config_json import TORCH_DTYPES, config_json, generation_json
 from llmctl.quant.huggingface import needed_names
 from llmctl.quant.left_out import left_out_of
 from llmctl.quant.lora import Adapter, MergedWeights
-from llmctl.quant.naming import file_name, model_card
+from llmctl.quant.model_card import model_card
+from llmctl.quant.naming import file_name
 from llmctl.quant.rtn import Tensor
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.gguf import GgufCheckpoint

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from llmctl.errors import FormatError
-from llmctl.quant.naming import ModelName, describe_folder, file_name, parse_name, size_label
+from llmctl.quant.model_card import describe_folder, model_card
+from llmctl.quant.naming import ModelName, file_name, parse_name, size_label
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_a_folder_is_called_after_what_says_most(tmp_path: Path) -> None:
         "general.basename": "Base",
         "general.size_label": "1B",
         "general.finetune": "Chat",
-        "general.organization": "owner",
+        "general.organization": "Owner",
         "general.license": "apache-2.0",
         "general.languages": ["en"],
         "general.tags": ["chat", "7"],
@@ -84,3 +85,30 @@ def test_a_broken_model_card_is_named(tmp_path: Path) -> None:
 )
 def test_names_of_files(metadata: dict[str, object], source: str, expected: str) -> None:
     assert file_name(metadata, Path("/somewhere") / source, "Q4_0") == expected
+
+
+def test_what_a_model_comes_from_survives_the_way_there_and_back(tmp_path: Path) -> None:
+    card = (
+        "---\nbase_model:\n- org/Base-2B-v1.2\n- some where\ndatasets: owner/texts\npipeline_tag: text-generation\n"
+        "tags: [chat]\nlicense: [mit, other]\n---\n"
+    )
+    (tmp_path / "README.md").write_text(card, "utf-8")
+    keys = describe_folder(tmp_path, {}, 10**9)
+    expected = {
+        "general.base_model.count": 2,
+        "general.base_model.0.name": "Base 2B v1.2",
+        "general.base_model.0.version": "v1.2",
+        "general.base_model.0.organization": "Org",
+        "general.base_model.0.repo_url": "https://huggingface.co/org/Base-2B-v1.2",
+        "general.base_model.1.name": "some where",
+        "general.dataset.count": 1,
+        "general.dataset.0.name": "Texts",
+        "general.tags": ["chat", "text-generation"],
+        "general.license": "mit,other",
+    }
+    assert {key: keys[key] for key in expected} == expected
+    (tmp_path / "README.md").write_bytes(model_card({**keys, "general.name": "A\x7f\u2028 name"}, tmp_path / "x.gguf"))
+    again = describe_folder(tmp_path, {}, 10**9)
+    assert again["general.name"] == "A name"
+    for key in ("base_model.0.repo_url", "dataset.0.repo_url", "tags", "license"):
+        assert again[f"general.{key}"] == keys[f"general.{key}"]

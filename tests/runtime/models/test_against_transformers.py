@@ -59,12 +59,17 @@ GEMMA3 = {
     "query_scale": {"query_pre_attn_scalar": 7},
     "final_softcap": {"final_logit_softcapping": 1.5},
 }
+MISTRAL = {
+    "window_3": {"sliding_window": 3},
+    "no_window": {"sliding_window": None},
+    "window_longer_than_context": {"sliding_window": 4096},
+}
 ROPE_CASES = {f"rope_{name}": {"rope": name} for name in ROPES}
 CASES = [
     pytest.param(family, choices, id=f"{family}-{name}")
     for family, cases in (("llama", LLAMA), ("gemma3", GEMMA3))
     for name, choices in {**cases, **ROPE_CASES}.items()
-]
+] + [pytest.param("mistral", choices, id=f"mistral-{name}") for name, choices in MISTRAL.items()]
 # The defaults themselves, and choices that change which weights are drawn.
 STANDARD = {"tied", "untied", "one_layer", "rope_default"}
 
