@@ -32,6 +32,7 @@ class GptqReader:
     def __init__(self, settings: Settings) -> None:
         """Raises FormatError and UnsupportedError for settings that cannot be followed."""
         stated = settings.value("checkpoint_format") or "gptq"
+        stated = "marlin" if settings.flag("is_marlin_format", False) else stated
         if not isinstance(stated, str) or stated not in _VERSIONS:
             raise UnsupportedError(
                 f"{settings.where}: the layout {quoted(stated)} is not read; write the model again with the format "

@@ -51,7 +51,7 @@ class Settings:
         """The value under any spelling of the key, None where it is absent; FormatError where two spellings disagree."""
         spelled = {name: self.values[name] for name in _SPELLINGS.get(key, (key,)) if self.values.get(name) is not None}
         found = list(spelled.values())
-        if any(one != found[0] for one in found):
+        if any(_folded(one) != _folded(found[0]) for one in found):
             raise FormatError(f"{self.where}: {' and '.join(spelled)} contradict each other: {quoted(spelled)}")
         return found[0] if found else None
 
@@ -116,8 +116,13 @@ def read_settings(folder: Path, config: dict[str, Any]) -> Settings | None:
     return Settings(where, _method(where, values), values)
 
 
+def _folded(value: Any) -> Any:
+    """Words whatever their case: AutoAWQ writes GEMM and gemm."""
+    return value.lower() if isinstance(value, str) else value
+
+
 def _name_differences(where: str, values: dict[str, Any], other: str, more: dict[str, Any]) -> None:
-    different = [key for key in values.keys() & more.keys() if values[key] != more[key]]
+    different = [key for key in values.keys() & more.keys() if _folded(values[key]) != _folded(more[key])]
     if different:
         _log.warning("%s and %s differ in %s: the first counts", where, other, ", ".join(sorted(different)))
 

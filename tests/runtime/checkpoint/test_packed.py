@@ -166,6 +166,24 @@ def test_where_and_how_settings_are_spelled(folder: Folder, config: Any, beside:
     assert np.array_equal(dequantize(read(path)), expected.values())
 
 
+def test_words_in_capitals_are_no_difference(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
+    choices = Choices("awq", 4, 64)
+    expected = rounded(choices)
+    beside = {"quant_config.json": {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"}}
+    config = {**quantization_config(choices, []), "version": "Gemm", "format": "gemm"}
+    assert np.array_equal(dequantize(read(folder(packed_tensors(expected, choices), config, beside))), expected.values())
+    assert not caplog.text
+
+
+def test_awq_without_zero_points(folder: Folder) -> None:
+    choices = Choices("awq", 4, 64)
+    expected = rounded(choices)
+    tensors = packed_tensors(expected, choices)
+    del tensors["qzeros"]
+    path = folder(tensors, {**quantization_config(choices, []), "zero_point": False})
+    assert np.array_equal(dequantize(read(path)), expected.values())
+
+
 def test_settings_that_differ_are_named_and_the_first_counts(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
     choices = Choices("gptq", 4, 64)
     expected = rounded(choices)
@@ -285,6 +303,7 @@ def test_damage_is_named(folder: Folder, layout: str, changes: dict[str, Any], m
     [
         ("gptq", {"checkpoint_format": "gptq_p"}, "layout 'gptq_p' is not read; write .* the format gptq or gptq_v2"),
         ("gptq", {"checkpoint_format": "marlin"}, "layout 'marlin'"),
+        ("gptq", {"is_marlin_format": True}, "layout 'marlin'"),
         ("gptq", {"format": "gptq_v2"}, "checkpoint_format and format contradict"),
         ("gptq", {"bits": 9}, "'bits' must be a number of bits from 2 to 8, found 9"),
         ("gptq", {"bits": None}, "found None"),
