@@ -51,7 +51,7 @@ class PlannedTensor:
     @property
     def bytes_before(self) -> int:
         """Bytes in the source."""
-        return self.source.packed.nbytes if self.source.packed else _nbytes(self.source.format, self.source.shape)
+        return self.source.packed.nbytes if self.source.packed else _nbytes(self.source.stored, self.source.shape)
 
     @property
     def keeps_codes(self) -> bool:
@@ -61,7 +61,8 @@ class PlannedTensor:
     @property
     def requantized(self) -> bool:
         """Whether it was rounded before and is rounded again."""
-        return not (self.source.format.is_plain or self.format.is_plain or self.keeps_codes or self.source.format == self.format)
+        stored = self.source.stored
+        return not (stored.is_plain or self.format.is_plain or self.keeps_codes or self.source.format == self.format)
 
 
 @dataclass(frozen=True)
@@ -319,7 +320,7 @@ def plan_warnings(plan: Plan) -> Iterator[str]:
         yield f"{_tensors(len(plan.unweighted))} rounded without importance, which {plan.importance.path} has not for: {names}"
     yield from packed_warnings(plan.tensors)
     if plan.requantized:
-        types = ", ".join(sorted({tensor.source.format.name for tensor in plan.requantized}))
+        types = ", ".join(sorted({tensor.source.stored.name for tensor in plan.requantized}))
         yield (
             f"{_tensors(len(plan.requantized))} quantized already ({types}) and rounded a second time: the original weights "
             "give a better result"

@@ -129,7 +129,7 @@ def _entry(tensor: PlannedTensor, rounded: Rounded | None) -> dict[str, Any]:
         "name": tensor.source.name,
         "source_name": tensor.source.origin,
         "shape": list(tensor.source.shape),
-        "source_type": tensor.source.format.name,
+        "source_type": tensor.source.stored.name,
         "type": tensor.format.name,
         "bytes_before": tensor.bytes_before,
         "bytes": tensor.nbytes,

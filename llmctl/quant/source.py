@@ -43,6 +43,11 @@ class SourceTensor:
     kept: Format | None = None
     packed: PackedFacts | None = None
 
+    @property
+    def stored(self) -> Format:
+        """The type it is stored in, whatever was added to it on the way."""
+        return self.format if self.kept is None or self.packed is not None else self.kept
+
 
 @dataclass
 class ModelSource:

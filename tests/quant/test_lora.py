@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from llmctl.errors import FormatError, LlmctlError, ModelNotFoundError, UnsupportedError
-from llmctl.quant.convert import make_plan, write
+from llmctl.quant.convert import make_plan, plan_warnings, write
 from llmctl.quant.lora import Adapter
 from llmctl.quant.recipe import recipe_by_name
 from llmctl.quant.source import open_source
@@ -126,6 +126,17 @@ def test_weights_are_rounded_once(tiny: Tiny, make: Make, tmp_path: Path) -> Non
     weight = load_file(source / "model.safetensors")[f"{UP1}.weight"].astype(np.float64)
     np.testing.assert_allclose(tensor.read(), weight + 2 * product(adapter.folder, UP1), rtol=0, atol=1e-5)
     assert plan.requantized == []
+    stored = sum(one.nbytes for one in load_file(source / "model.safetensors").values())
+    assert sum(one.bytes_before for one in plan.tensors) == stored
+
+
+def test_a_quantized_base_keeps_its_type_and_is_said_to_be_rounded_again(tiny: Tiny, make: Make, tmp_path: Path) -> None:
+    base = tmp_path / "base.gguf"
+    write(make_plan(open_source(tiny("llama")), recipe_by_name("Q8_0")), base)
+    plan = make_plan(open_source(base, adapters=[Adapter(make({UP1: 4}))]), None)
+    assert [tensor.source.name for tensor in plan.requantized] == ["blk.1.ffn_up.weight"]
+    assert {tensor.format.name for tensor in plan.tensors} == {"Q8_0", "F32"}
+    assert any("1 tensor is quantized already (Q8_0) and rounded a second time" in text for text in plan_warnings(plan))
 
 
 def test_a_copy_of_the_embedding_is_no_change(tiny: Tiny, make: Make, tmp_path: Path) -> None:
