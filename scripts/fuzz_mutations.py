@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,6 +18,12 @@ _ODD_JSON: tuple[Any, ...] = (
     "[" * 200, "(a+)+$",
 )  # fmt: skip
 _TEXTS = (b"[" * 3000, b'{"a":' * 3000, b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b'"\\ud800"', b"\xff\xfe", b"\x00", b",,")
+
+
+_ODD_VALUES: tuple[Any, ...] = (
+    0, 1, -1, 7, 2**31, 2**32 - 1, 2**63, True, 0.0, -1.5, 1e30, float("nan"), "", "x" * 300, "llama", "gemma3", [0], [1, 2, 3],
+    ["a"], [[1]], [0.5] * 40,
+)  # fmt: skip
 
 
 def damaged(content: bytes, header: int, rng: Random) -> bytes:
@@ -54,6 +61,51 @@ def damaged_safetensors(content: bytes, rng: Random) -> bytes:
     header = damaged_json(content[8 : 8 + length], rng)
     stated = len(header) if rng.random() < 0.9 else rng.choice(EXTREMES)
     return struct.pack("<Q", stated % 2**64) + header + content[8 + length :]
+
+
+def changed_gguf(source: Path, target: Path, rng: Random) -> bool:
+    """A GGUF file that is well formed and says other things: keys changed, exchanged or left out, arrays cut or altered, tensors
+    left out or under another's name. False if what came out cannot be written."""
+    from llmctl.errors import LlmctlError
+    from llmctl.runtime.checkpoint import open_checkpoint
+    from llmctl.runtime.checkpoint.gguf_writer import GgufWriter
+
+    with open_checkpoint(source) as checkpoint:
+        metadata = checkpoint.typed_metadata()
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            _change_key(metadata, rng)
+        entries = checkpoint.entries()
+        if rng.random() < 0.2:
+            entries.pop(rng.randrange(len(entries)))
+        names = [entry.name for entry in entries]
+        if rng.random() < 0.2:
+            rng.shuffle(names)
+        try:
+            with GgufWriter(target, metadata) as writer:
+                for name, entry in zip(names, entries, strict=True):
+                    writer.declare(name, entry.format, entry.shape)
+                for name, entry in zip(names, entries, strict=True):
+                    writer.write(name, checkpoint.read(entry.name))
+        except LlmctlError:
+            return False
+    return True
+
+
+def _change_key(metadata: dict[str, Any], rng: Random) -> None:
+    key, how = rng.choice(list(metadata)), rng.randrange(5)
+    value = metadata[key]
+    if how == 0:
+        del metadata[key]
+    elif how == 1:
+        metadata[key] = metadata[rng.choice(list(metadata))]
+    elif how >= 3 and hasattr(value, "__len__") and len(value):
+        items = list(value) if not hasattr(value, "tolist") else value.tolist()
+        at = rng.randrange(len(items))
+        kept = (items[:at], items[at:], [*items, items[at]], items[::-1], [*items[:at], items[0], *items[at + 1 :]])
+        other = rng.choice(("", "\0", "a b", "<0x0A>", "▁" * 70) if isinstance(items[0], str) else (0, 1, 9))
+        metadata[key] = rng.choice((*kept, [*items[:at], other, *items[at + 1 :]])) or [0]
+    else:
+        metadata[key] = deepcopy(rng.choice(_ODD_VALUES))
 
 
 _Mutation = Callable[[bytearray, int, Random], None]

@@ -30,7 +30,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fuzz_mutations import damaged, damaged_json, damaged_safetensors
+from fuzz_mutations import changed_gguf, damaged, damaged_json, damaged_safetensors
 
 SECONDS, MEGABYTES = 2.0, 200
 _PATIENCE = 60  # wall seconds after which a worker that says nothing is taken for hung, however busy the machine
@@ -138,7 +138,8 @@ def damage_one(samples: Path, number: int, seed: int, target: Path) -> Path:
     files = sorted(file for file in target.iterdir() if file.suffix in (".gguf", ".safetensors", ".json", ".model"))
     weights = [file for file in files if file.suffix in (".gguf", ".safetensors")]
     victim = rng.choice(weights if rng.random() < 0.6 else files)
-    victim.write_bytes(_damaged_file(victim, rng))
+    if victim.suffix != ".gguf" or rng.random() < 0.6 or not changed_gguf(sample / victim.name, victim, rng):
+        victim.write_bytes(_damaged_file(sample / victim.name, rng))
     return target / "m.gguf" if (target / "m.gguf").exists() else target
 
 

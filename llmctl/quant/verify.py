@@ -171,7 +171,7 @@ def _no_model(checkpoint: Checkpoint) -> str | None:
     if checkpoint.kind == "safetensors":
         return None if checkpoint.config else "there is no config.json beside the weights"
     kind = checkpoint.metadata.get("general.type", "model")
-    if kind != "model":
+    if not isinstance(kind, str) or kind != "model":
         return f"the file holds no model, but {quoted(kind)}"
     return None if checkpoint.names() else "the file holds no tensors"
 
@@ -216,9 +216,9 @@ def _tokenizer(checkpoint: Checkpoint, weights: ModelWeights | None) -> Check:
 def _special_findings(checkpoint: Checkpoint, count: int) -> Iterator[Finding]:
     """The ids of BOS, EOS and the like must be tokens: we ignore what is none, others index with it."""
     for key, value in checkpoint.metadata.items():
-        if not key.startswith("tokenizer.ggml.") or not key.endswith("_token_id") or value == _NO_TOKEN:
+        if not key.startswith("tokenizer.ggml.") or not key.endswith("_token_id"):
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
+        if isinstance(value, bool) or not isinstance(value, int) or not (0 <= value < count or value == _NO_TOKEN):
             yield Finding("error", "tokenizer", f"{key} is {quoted(value)}, which is none of the {count} tokens")
 
 

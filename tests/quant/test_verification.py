@@ -199,6 +199,14 @@ def test_a_tokenizer_that_cannot_be_read(gguf: Path) -> None:
     assert statuses(report)["tokenizer"] == "error"
 
 
+@pytest.mark.parametrize("key", ["general.type", "general.architecture", "tokenizer.ggml.bos_token_id", "llama.block_count"])
+@pytest.mark.parametrize("value", [np.arange(3), ["a", "b"], 0.5, True, -1])
+def test_keys_of_another_type(gguf: Path, key: str, value: Any) -> None:
+    """A list where a word or a number should be is a finding at most, never an exception of ours."""
+    report = verify(rewrite(gguf, lambda metadata: metadata.update({key: value})))
+    assert [check.name for check in report.checks][:2] == ["structure", "values"]
+
+
 def test_files_that_are_no_model(gguf: Path, tmp_path: Path) -> None:
     adapter = verify(rewrite(gguf, lambda metadata: metadata.update({"general.type": "adapter"})))
     assert adapter.ok

@@ -153,10 +153,10 @@ def _with_alignment(metadata: Mapping[str, Any], alignment: int | None) -> tuple
     stated = metadata.get("general.alignment")
     stated = stated.value if isinstance(stated, Typed) else stated
     chosen = alignment if alignment is not None else stated if stated is not None else DEFAULT_ALIGNMENT
-    if stated is not None and stated != chosen:
-        raise FormatError(f"general.alignment is {stated} in the metadata, but {chosen} was asked for")
     if not isinstance(chosen, int) or not is_alignment(chosen):
-        raise FormatError(f"alignment {chosen}: expected a power of two from {MIN_ALIGNMENT} to {MAX_ALIGNMENT}")
+        raise FormatError(f"alignment {quoted(chosen)}: expected a power of two from {MIN_ALIGNMENT} to {MAX_ALIGNMENT}")
+    if stated is not None and not (isinstance(stated, int) and stated == chosen):
+        raise FormatError(f"general.alignment is {quoted(stated)} in the metadata, but {chosen} was asked for")
     if stated is None and chosen == DEFAULT_ALIGNMENT:
         return dict(metadata), chosen
     return {**metadata, "general.alignment": Typed(chosen, ValueType.U32)}, chosen
