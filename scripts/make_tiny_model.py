@@ -68,6 +68,8 @@ GEMMA = {key: value for key, value in GEMMA3.items() if key not in ("sliding_win
 GEMMA1 = {key: value for key, value in GEMMA.items() if "softcapping" not in key and "query" not in key}
 # hidden_size / heads, for classes that know no other head_dim
 PHI3 = {key: value for key, value in PLAIN.items() if key != "head_dim"} | {"hidden_size": 6 * HEAD_DIM}
+LAYER_NORM = {key: value for key, value in PHI3.items() if key != "rms_norm_eps"}
+COHERE = {**LAYER_NORM, "num_hidden_layers": 4, "layer_norm_eps": 1e-5, "tie_word_embeddings": True}
 MISTRAL = {key: value for key, value in LLAMA.items() if key not in ("attention_bias", "mlp_bias")} | {"sliding_window": 8}
 FAMILIES = {
     "llama": ("LlamaConfig", LLAMA),
@@ -92,10 +94,17 @@ FAMILIES = {
         },
     ),
     "glm4": ("Glm4Config", {**PLAIN, "attention_bias": True}),
+    "starcoder2": ("Starcoder2Config", {**LAYER_NORM, "norm_epsilon": 1e-5, "sliding_window": 8, "tie_word_embeddings": True}),
+    "stablelm": ("StableLmConfig", {**LAYER_NORM, "layer_norm_eps": 1e-5, "use_qkv_bias": True}),
+    "cohere": ("CohereConfig", {**COHERE, "logit_scale": 0.7}),
+    "cohere2": (
+        "Cohere2Config",
+        {**COHERE, "sliding_window": 8, "layer_types": [*["sliding_attention"] * 3, "full_attention"], "logit_scale": 0.7},
+    ),
     "exaone4": ("Exaone4Config", {**WINDOWED, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}),
 }
 DEFAULT_THETA = {"gemma3": 1_000_000.0}  # 10_000 for the others
-PARTIAL_ROTARY = {"phi3": 0.75, "glm4": 0.5}
+PARTIAL_ROTARY = {"phi3": 0.75, "glm4": 0.5, "stablelm": 0.25}
 
 # rope type → what its scaling needs, in the spelling of transformers 5 (`rope_parameters`)
 ROPES: dict[str, dict[str, Any]] = {

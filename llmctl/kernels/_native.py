@@ -147,6 +147,9 @@ class NativeOps:
     def rms_norm(self, x: Value, weight: np.ndarray, eps: float) -> Value:
         return self._record("rms_norm", (x,), x.shape, weight=weight, factor=eps)[0]
 
+    def layer_norm(self, x: Value, weight: np.ndarray, bias: np.ndarray | None, eps: float) -> Value:
+        return self._record("layer_norm", (x,), x.shape, weight=weight, bias=bias, factor=eps)[0]
+
     def rotary_angles(self, positions: Value, inv_freq: Value, scaling: float) -> tuple[Value, Value]:
         shape = inv_freq.shape
         cos, sin = self._record("rotary_angles", (), shape, shape, source=inv_freq.index, factor=scaling)
@@ -157,6 +160,10 @@ class NativeOps:
 
     def gated_activation(self, gate: Value, up: Value, activation: str) -> Value:
         return self._record("gated_activation", (gate, up), gate.shape, activation=activation)[0]
+
+    def activation(self, x: Value, activation: str) -> Value:
+        ones = np.ones(x.width, np.float32)
+        return self._record("gated_activation", (x,), x.shape, weight=ones, activation=activation)[0]
 
     def store_kv(self, keys: Value, values: Value, pages: Any, slots: Value) -> None:
         keys, values = (self._fit_heads(side, pages.head_dim) for side in (keys, values))

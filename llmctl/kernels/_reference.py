@@ -16,11 +16,12 @@ from llmctl.kernels.embedding._reference import embedding
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.packed_int import PackedIntTensor
 from llmctl.kernels.formats.quant_tensor import QuantTensor
+from llmctl.kernels.layer_norm._reference import layer_norm
 from llmctl.kernels.linear._reference import linear
 from llmctl.kernels.rms_norm._reference import rms_norm
 from llmctl.kernels.rotary._reference import rotary, rotary_angles
 from llmctl.kernels.store_kv._reference import store_kv
-from llmctl.kernels.swiglu._reference import gated_activation
+from llmctl.kernels.swiglu._reference import activation, gated_activation
 
 _DTYPES = {
     "float32": torch.float32,
@@ -89,8 +90,10 @@ class ReferenceOps:
     linear = staticmethod(linear)
     embedding = staticmethod(embedding)
     rms_norm = staticmethod(rms_norm)
+    layer_norm = staticmethod(layer_norm)
     rotary_angles = staticmethod(rotary_angles)
     rotary = staticmethod(rotary)
+    activation = staticmethod(activation)
     gated_activation = staticmethod(gated_activation)
     @staticmethod
     def store_kv(keys: torch.Tensor, values: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ MOST_THREADS = max(256, os.cpu_count() or 1)
 MAX_HEAD_DIM = 512
 """Of the native backend."""
 _WEIGHT_OPS = ("linear", "embedding")
-_PLAIN_OPS = ("rms_norm", "rotary", "gated_activation")
+_PLAIN_OPS = ("rms_norm", "layer_norm", "rotary", "activation", "gated_activation")
 _CACHE_OPS = ("store_kv", "attention")
 
 

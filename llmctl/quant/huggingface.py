@@ -206,8 +206,8 @@ def _rope_warnings(config: ModelConfig) -> list[str]:
 
 
 def _window_warnings(weights: ModelWeights) -> list[str]:
-    """llama.cpp reads no window for its llama architecture, which Mistral's is, and none for phi3."""
+    """llama.cpp reads no window for its llama architecture, which Mistral's is, and none for phi3 and starcoder2."""
     windows = {layer.sliding_window for layer in weights.config.layers if layer.sliding_window is not None}
-    if weights.family.gguf_arch not in ("llama", "phi3") or not windows:
+    if weights.family.gguf_arch not in ("llama", "phi3", "starcoder2") or not windows:
         return []
     return [f"llama.cpp knows no window for this architecture: beyond {max(windows)} tokens it will see more than the model did"]

@@ -99,7 +99,8 @@ def test_a_number_of_threads_that_no_pool_can_have_is_refused(threads: int) -> N
 
 def test_capabilities_name_every_op_of_the_op_set_that_has_a_folder() -> None:
     ops = {capability.op for capability in capabilities()}
-    assert ops == {"linear", "embedding", "rms_norm", "rotary", "gated_activation", "store_kv", "attention"}
+    activations = {"activation", "gated_activation"}
+    assert ops == {"linear", "embedding", "rms_norm", "layer_norm", "rotary", *activations, "store_kv", "attention"}
 
 
 def test_linear_serves_every_weight_format() -> None:

@@ -29,6 +29,22 @@ def test_rms_norm_follows_its_formula(shape: tuple[int, ...]) -> None:
     close(OPS.rms_norm(torch.from_numpy(x), torch.from_numpy(weight), 1e-5), expected)
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("shape", [(3, 7), (2, 5, 16)])
+def test_layer_norm_follows_its_formula(shape: tuple[int, ...], has_bias: bool) -> None:
+    x, weight, bias = normal(*shape) + 3, normal(shape[-1]), normal(shape[-1])
+    wide = x.astype(np.float64) - x.astype(np.float64).mean(-1, keepdims=True)
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight + bias * has_bias
+    vectors = torch.from_numpy(weight), torch.from_numpy(bias) if has_bias else None
+    close(OPS.layer_norm(torch.from_numpy(x), *vectors, 1e-5), expected)
+
+
+def test_activation_is_the_gated_one_without_a_gate() -> None:
+    x = torch.from_numpy(normal(3, 9))
+    for name in ("silu", "gelu", "gelu_pytorch_tanh"):
+        assert torch.equal(OPS.activation(x, name), OPS.gated_activation(x, torch.ones_like(x), name))
+
+
 def test_rms_norm_of_zeros_is_zero_not_nan() -> None:
     zeros = torch.zeros(2, 8)
     assert torch.equal(OPS.rms_norm(zeros, torch.ones(8), 1e-6), zeros)

@@ -226,6 +226,7 @@ void bind_program(nb::module_& m) {
       .value("Embedding", RowKind::Embedding)
       .value("Angles", RowKind::Angles)
       .value("RmsNorm", RowKind::RmsNorm)
+      .value("LayerNorm", RowKind::LayerNorm)
       .value("Rotary", RowKind::Rotary)
       .value("Gated", RowKind::Gated)
       .value("Add", RowKind::Add)
@@ -252,6 +253,7 @@ void bind_program(nb::module_& m) {
       .def_rw("factor", &OwningRowOp::factor)
       .def_rw("activation", &OwningRowOp::activation)
       .def("set_weight", [](OwningRowOp& self, const nb::object& array) { self.weight = vector_of(self, array); })
+      .def("set_bias", [](OwningRowOp& self, const nb::object& array) { self.bias = vector_of(self, array); })
       .def("set_order", [](OwningRowOp& self, const nb::object& array) { self.order = order_of(self, array); })
       .def("set_table", [](OwningRowOp& self, const nb::object& weight) { self.table = matrix_of(self, weight); })
       .def("set_pages", [](OwningRowOp& self, const nb::object& pages) { self.pages = pages_of(self, pages); });

@@ -131,7 +131,7 @@ class Planner:
         self, product: _Product, node: Node, value: Value, siblings: list[Node], known: set[tuple[int, int]]
     ) -> Value | None:
         """Take `node`, the only reader of `value`, into the product if it fits there; its output, or None."""
-        if node.op == "gated_activation" and value.key == product.linear.outputs[0].key:
+        if node.op == "gated_activation" and len(node.inputs) == 2 and value.key == product.linear.outputs[0].key:
             return self._absorb_gate(product, node, siblings)
         if node.op in ("scale", "softcap") and not (product.head_dim or product.residual):
             return self._absorb_elementwise(product, node)
@@ -278,8 +278,10 @@ def _row_op(node: Node, buffers: Buffers) -> Any:
     op.source = a.get("source", 0)
     if node.op in ("rms_norm", "rotary", "store_kv", "fit_heads"):
         op.width = node.inputs[0].shape[-1]
-    if node.op == "rms_norm":
+    if a.get("weight") is not None and node.op in ("rms_norm", "layer_norm", "gated_activation"):
         op.set_weight(a["weight"])
+    if a.get("bias") is not None:
+        op.set_bias(a["bias"])
     if node.op == "embedding":
         op.set_table(a["weight"])
     if node.op == "gated_activation":
@@ -295,6 +297,7 @@ _ROW_KINDS = {
     "embedding": "Embedding",
     "rotary_angles": "Angles",
     "rms_norm": "RmsNorm",
+    "layer_norm": "LayerNorm",
     "rotary": "Rotary",
     "gated_activation": "Gated",
     "add": "Add",

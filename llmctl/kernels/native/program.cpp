@@ -354,11 +354,23 @@ void Program::MatrixPhase::program_row(Program& program, Worker& worker, const R
       for (int64_t i = 0; i < width; i += op.width)
         kernels.rms_norm(at(op.a, row) + i, op.weight, op.factor, op.width, out + i);
       break;
+    case RowKind::LayerNorm: {
+      const float* x = at(op.a, row);
+      double sum = 0;
+      for (int64_t i = 0; i < width; i++) sum += x[i];
+      const double mean = sum / static_cast<double>(width);
+      for (int64_t i = 0; i < width; i++) out[i] = static_cast<float>(x[i] - mean);
+      kernels.rms_norm(out, op.weight, op.factor, width, out);
+      if (op.bias) kernels.add(out, op.bias, width, out);
+      break;
+    }
     case RowKind::Rotary:
       std::memcpy(out, at(op.a, row), width * sizeof(float));
       for (int64_t i = 0; i < width; i += op.width) rotate(program, worker, kernels, op.b, op.c, row, out + i);
       break;
-    case RowKind::Gated: kernels.gated_activation(at(op.a, row), at(op.b, row), op.activation, width, out); break;
+    case RowKind::Gated:
+      kernels.gated_activation(at(op.a, row), op.b < 0 ? op.weight : at(op.b, row), op.activation, width, out);
+      break;
     case RowKind::Add: kernels.add(at(op.a, row), at(op.b, row), width, out); break;
     case RowKind::Scale: kernels.scale(at(op.a, row), op.factor, width, out); break;
     case RowKind::Softcap: kernels.softcap(at(op.a, row), op.factor, width, out); break;

@@ -27,14 +27,15 @@ namespace llmctl {
 // Rows a buffer or a phase has: one per token of the batch, or one per row of logits asked for.
 enum class Domain : int32_t { Tokens, Rows };
 
-enum class RowKind : int32_t { Embedding, Angles, RmsNorm, Rotary, Gated, Add, Scale, Softcap, Take, Store, Fit, Gather };
+enum class RowKind : int32_t { Embedding, Angles, RmsNorm, LayerNorm, Rotary, Gated, Add, Scale, Softcap, Take, Store, Fit, Gather };
 
 // One operation on a row. Numbers are buffers (-1: none); their widths are known to the program.
 //   Embedding  out = table[token id] * factor
 //   Angles     out, out2 = cos, sin of position * frequencies[source], times factor
 //   RmsNorm    every `width` elements of a by themselves, times weight
+//   LayerNorm  a without its mean, as RmsNorm over all of it, plus bias where there is one
 //   Rotary     heads of `width` elements, turned by the angles b (cos) and c (sin)
-//   Gated      activation(a) * b
+//   Gated      activation(a) * b, or times weight where there is no b
 //   Add        a + b                Scale, Softcap   of a by factor
 //   Take       the row of a that the batch asks logits for
 //   Store      keys a and values b into the pages, at the token's slot
@@ -48,6 +49,7 @@ struct RowOp {
   float factor = 1.0f;
   Activation activation = Activation::Silu;
   const float* weight = nullptr;
+  const float* bias = nullptr;
   const int32_t* order = nullptr;
   PackedMatrix table{};
   const KvPages* pages = nullptr;

@@ -1,4 +1,6 @@
-"""gated_activation(gate, up, activation) -> y
+"""gated_activation(gate, up, activation) -> y, activation(x, activation) -> y
+
+The second is the first without a gate: activation(x), of the same shape.
 
 gate, up    [T, I]
 activation  "silu" (SwiGLU), "gelu_pytorch_tanh" or "gelu" (GeGLU)

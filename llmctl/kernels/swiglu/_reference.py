@@ -14,6 +14,11 @@ _ACTIVATIONS = {
 }
 
 
+def activation(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(x), of the same shape."""
+    return _ACTIVATIONS[activation](x)
+
+
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """activation(gate) times up, both [T, I]."""
     return _ACTIVATIONS[activation](gate) * up

@@ -37,6 +37,7 @@ class BlockNorms:
 
 # Norms of what a block adds, and none of what it reads.
 NORMS_AFTER = BlockNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+NORM_SHARED = BlockNorms("input_layernorm", None, None, None)
 NORMS_AROUND = BlockNorms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
@@ -50,7 +51,9 @@ class ModelConfig:
     tokens. norm_offset: added to stored norm weights (1.0 for families that store w of 1 + w). qk_norm: RMSNorm of queries and
     keys, over every "head" or over "all" heads together. norms: of a block. residual_scale: factor on what a block adds.
     logit_scale multiplies the logits, final_softcap bounds them. fused_qkv, fused_gate_up: stored as one matrix, q above k
-    above v and gate above up. rope_interleaved: stored q and k rows are in the order of pairs side by side.
+    above v and gate above up. rope_interleaved: stored q and k rows are in the order of pairs side by side. layer_norm: all
+    norms take the mean away (norm_bias: and add a bias). gated_mlp: down(act(gate) · up), else c_proj(act(c_fc)). parallel:
+    attention and MLP read the same normed input.
     """
 
     family: str
@@ -73,6 +76,10 @@ class ModelConfig:
     fused_qkv: bool = False
     fused_gate_up: bool = False
     rope_interleaved: bool = False
+    layer_norm: bool = False
+    norm_bias: bool = False
+    gated_mlp: bool = True
+    parallel: bool = False
     qk_norm: Literal["head", "all"] | None = None
     norms: BlockNorms = BlockNorms()
     norm_offset: float = 0.0

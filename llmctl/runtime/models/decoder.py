@@ -1,6 +1,6 @@
 """The one forward pass: every decoder-only transformer, written once against the op-set.
 
-A layer is   x += [norm](attention(norm(x)));  x += [norm](mlp(norm(x)))
+A layer is   x += [norm](attention(norm(x)));  x += [norm](mlp(norm(x)))     or   x += attention(norm(x)) + mlp(norm(x))
 where the bracketed norms, biases, query/key norms, windows, caps and scales are choices of `ModelConfig`. Nothing here knows
 a family, a stored format, or whether arrays are torch's or numpy's.
 """
@@ -13,7 +13,7 @@ from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.ops import Array, Ops
 from llmctl.runtime.cache.kv_cache import KvCache
 from llmctl.runtime.models.config import LayerConfig, ModelConfig
-from llmctl.runtime.models.layers import Attention, GatedMlp, Linear, Norm
+from llmctl.runtime.models.layers import Attention, GatedMlp, Linear, Norm, PlainMlp
 from llmctl.runtime.models.rotary_tables import RotaryTables
 from llmctl.runtime.models.weights import ModelWeights
 
@@ -25,7 +25,7 @@ class DecoderLayer:
         prefix = f"model.layers.{index}."
         self.ops, self.config = ops, config
         self.attention = Attention(ops, config, choices, weights, index)
-        self.mlp = GatedMlp(ops, config, weights, prefix + "mlp.")
+        self.mlp = (GatedMlp if config.gated_mlp else PlainMlp)(ops, config, weights, prefix + "mlp.")
         names = config.norms
         self.attention_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm = (
             name and Norm(ops, config, weights, prefix + name)
@@ -36,10 +36,15 @@ class DecoderLayer:
         self, x: Array, batch: BatchDescription, cache: KvCache, tables: RotaryTables, rows: Array | None = None
     ) -> Array:
         """x [T, hidden_size] → the same, or only its `rows`, though every token's keys and values are stored."""
-        y = self.attention.forward(_normed(self.attention_norm, x), batch, cache, tables, rows)
+        h = _normed(self.attention_norm, x)
+        y = self.attention.forward(h, batch, cache, tables, rows)
         x = x if rows is None else self.ops.take_rows(x, rows)
         x = self._add(x, _normed(self.attention_out_norm, y))
-        y = self.mlp.forward(_normed(self.mlp_norm, x))
+        if not self.config.parallel:
+            h = _normed(self.mlp_norm, x)
+        elif rows is not None:
+            h = self.ops.take_rows(h, rows)
+        y = self.mlp.forward(h)
         return self._add(x, _normed(self.mlp_out_norm, y))
 
     def _add(self, x: Array, y: Array) -> Array:

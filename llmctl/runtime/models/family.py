@@ -12,6 +12,8 @@ from typing import Any
 from llmctl.runtime.checkpoint.names import GgufNames
 from llmctl.runtime.models.config import ModelConfig
 
+LAYER_NORM_EPS = "attention.layer_norm_epsilon"
+
 
 @dataclass(frozen=True)
 class Family:
@@ -21,6 +23,7 @@ class Family:
     gguf_arch: `general.architecture`. gguf_names: tensor names and transforms. hf_class: entry of `architectures`.
     hf_keys: the keys of a config.json that only this family has, for writing one.
     complete_gguf: adds the config values that GGUF readers know by heart because no key holds them.
+    eps_keys: what config.json and, below `{arch}.`, GGUF call the number that norms add.
     gguf_numbers: config key → GGUF key below `{arch}.`, for numbers only this family has; written from hf_keys.
     gguf_window_pattern: GGUF says layer by layer whether there is a window.
     """
@@ -33,6 +36,7 @@ class Family:
     hf_class: str
     hf_keys: Callable[[ModelConfig], dict[str, Any]]
     complete_gguf: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    eps_keys: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
     gguf_numbers: Mapping[str, str] = field(default_factory=dict)
     gguf_window_pattern: bool = False
 

@@ -48,7 +48,9 @@ def config_from_gguf(
     Raises FormatError naming a key that is missing or is not a number.
     """
     arch = family.gguf_arch
-    config = {hf: _value(metadata, hf, f"{arch}.{key}", needed) for hf, key, needed in _KEYS}
+    config = {hf: _value(metadata, hf, f"{arch}.{key}", needed) for hf, key, needed in _KEYS if hf != "rms_norm_eps"}
+    stated, key = family.eps_keys
+    config[stated] = _number(metadata, f"{arch}.{key}", needed=True)
     config |= {hf: _number(metadata, f"{arch}.{key}", needed=False) for hf, key in family.gguf_numbers.items()}
     config = {key: value for key, value in config.items() if value is not None}
     config["model_type"], config["architectures"] = family.model_types[0], [family.hf_class]
@@ -59,6 +61,7 @@ def config_from_gguf(
     config["attention_bias"] = "blk.0.attn_q.bias" in shapes
     config["attention_out_bias"] = "blk.0.attn_output.bias" in shapes
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in shapes
+    config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in shapes
     _add_head_dim(config, metadata, arch)
     _add_layer_types(config, metadata, arch)
     _add_rope_scaling(config, metadata, arch, factors)
@@ -196,7 +199,8 @@ def metadata_from_config(config: ModelConfig, family: Family) -> dict[str, Any]:
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.final_softcap,
     }
-    keys = {f"{arch}.{key}": values[hf] for hf, key, _ in _KEYS if values[hf] is not None}
+    spelled = [(hf, family.eps_keys[1] if hf == "rms_norm_eps" else key) for hf, key, _ in _KEYS]
+    keys = {f"{arch}.{key}": values[hf] for hf, key in spelled if values[hf] is not None}
     keys[f"{arch}.attention.value_length"] = config.head_dim
     keys[f"{arch}.rope.dimension_count"] = ropes[0].rotary_dim
     keys[f"{arch}.vocab_size"] = config.vocab_size

@@ -1,4 +1,4 @@
-"""What a decoder layer is made of: Linear, Norm, Attention, GatedMlp. Each reads its weights by Hugging Face name."""
+"""What a decoder layer is made of: Linear, Norm, Attention, GatedMlp, PlainMlp. Each reads its weights by Hugging Face name."""
 
 from __future__ import annotations
 
@@ -70,15 +70,20 @@ class Linear:
 
 
 class Norm:
-    """RMSNorm over the last axis, the family's offset already in the weight."""
+    """RMSNorm or LayerNorm over the last axis, the family's offset already in the weight."""
 
     def __init__(self, ops: Ops, config: ModelConfig, weights: ModelWeights, name: str, size: int | None = None) -> None:
         vector = dequantize(_checked(weights, f"{name}.weight", (size or config.hidden_size,)))
         self.ops, self.eps = ops, config.rms_norm_eps
-        self.weight = ops.prepare_vector(shifted(vector, config.norm_offset), "float32")
+        self.weight, self.bias = ops.prepare_vector(shifted(vector, config.norm_offset), "float32"), None
+        self.layer_norm = config.layer_norm
+        if config.norm_bias:
+            self.bias = ops.prepare_vector(dequantize(_checked(weights, f"{name}.bias", vector.shape)), "float32")
 
     def forward(self, x: Array) -> Array:
         """x [..., size] → the same shape."""
+        if self.layer_norm:
+            return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
         return self.ops.rms_norm(x, self.weight, self.eps)
 
 
@@ -163,3 +168,17 @@ class GatedMlp:
         """x [T, hidden_size] → the same."""
         gated = self.ops.gated_activation(self.gate_proj.forward(x), self.up_proj.forward(x), self.activation)
         return self.down_proj.forward(gated)
+
+
+class PlainMlp:
+    """c_proj(activation(c_fc(x)))."""
+
+    def __init__(self, ops: Ops, config: ModelConfig, weights: ModelWeights, prefix: str) -> None:
+        self.ops, self.activation = ops, config.activation
+        size, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
+        self.c_fc = Linear.read(ops, weights, prefix + "c_fc", (size, hidden), bias)
+        self.c_proj = Linear.read(ops, weights, prefix + "c_proj", (hidden, size), bias)
+
+    def forward(self, x: Array) -> Array:
+        """x [T, hidden_size] → the same."""
+        return self.c_proj.forward(self.ops.activation(self.c_fc.forward(x), self.activation))

@@ -6,7 +6,21 @@ import difflib
 
 from llmctl.errors import FormatError, UnsupportedError
 from llmctl.runtime.checkpoint.text import quoted
-from llmctl.runtime.models import exaone4, gemma, gemma3, glm4, granite, llama, olmo2, phi3, qwen, smollm3
+from llmctl.runtime.models import (
+    cohere,
+    exaone4,
+    gemma,
+    gemma3,
+    glm4,
+    granite,
+    llama,
+    olmo2,
+    phi3,
+    qwen,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
 from llmctl.runtime.models.family import Family
 
 FAMILIES: tuple[Family, ...] = (
@@ -22,6 +36,10 @@ FAMILIES: tuple[Family, ...] = (
     granite.FAMILY,
     glm4.FAMILY,
     exaone4.FAMILY,
+    starcoder2.FAMILY,
+    stablelm.FAMILY,
+    cohere.COHERE,
+    cohere.COHERE2,
 )
 
 

@@ -22,13 +22,14 @@ def standard_config(hf: HfConfig, family: str, layers: tuple[LayerConfig, ...], 
         "num_heads": num_heads,
         "num_kv_heads": hf.integer("num_key_value_heads", num_heads),
         "max_position_embeddings": hf.integer("max_position_embeddings", 2048),
-        "rms_norm_eps": hf.positive("rms_norm_eps", 1e-6),
         "tie_word_embeddings": hf.flag("tie_word_embeddings"),
         "attention_scale": head_dim**-0.5,
         "eos_token_ids": hf.eos_token_ids(),
     }
     if "activation" not in choices:
         fields["activation"] = hf.text("hidden_act", "silu")
+    if "rms_norm_eps" not in choices:
+        fields["rms_norm_eps"] = hf.positive("rms_norm_eps", 1e-6)
     fields |= choices
     return ModelConfig(family=family, num_layers=len(layers), head_dim=head_dim, layers=layers, **fields)
 

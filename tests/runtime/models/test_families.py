@@ -48,6 +48,10 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "olmo2": {"bias": {"attention_bias": True}},
     "granite": {"biases": {"attention_bias": True, "mlp_bias": True}},
     "glm4": {},
+    "starcoder2": {"plain": {"use_bias": False, "sliding_window": None}},
+    "stablelm": {"parallel": {"use_parallel_residual": True}, "plain": {"use_qkv_bias": False}},
+    "cohere": {"bias": {"attention_bias": True}},
+    "cohere2": {},
     "exaone4": {"llama3": {"rope": "llama3"}, "all_full": {"sliding_window": None, "layer_types": ["full_attention"] * 4}},
 }
 ALL = [(family, case) for family, cases in CASES.items() for case in ("own", *cases)]
@@ -157,6 +161,8 @@ OFF: dict[str, Any] = {
     "attention_bias": False,
     "attention_out_bias": False,
     "mlp_bias": False,
+    "layer_norm": False,
+    "norm_bias": False,
 }
 
 
@@ -165,7 +171,9 @@ def without(config: ModelConfig) -> dict[str, ModelConfig]:
     found = {name: replace(config, **{name: off}) for name, off in OFF.items() if getattr(config, name) != off}
     if config.attention_scale != config.head_dim**-0.5:
         found["attention_scale"] = replace(config, attention_scale=config.head_dim**-0.5)
-    if config.norms != BlockNorms():
+    if config.parallel:
+        found["parallel"] = replace(config, parallel=False, norms=replace(config.norms, mlp=config.norms.attention))
+    elif config.norms != BlockNorms():
         found["norms"] = replace(config, norms=_other_norms(config.norms))
     ropes = [layer.rope for layer in config.layers if layer.rope is not None]
     changes: dict[str, Callable[[LayerConfig], LayerConfig]] = {
@@ -211,6 +219,6 @@ def test_every_switch_matters(folder: Folders, expected: Any, family: str, case:
 
 def test_the_switches_are_those_of_the_config() -> None:
     """A new one has to be put into OFF."""
-    shapes = {"family", "layers", "activation", "eos_token_ids", "attention_scale", "norms", "fused_qkv", "fused_gate_up"}
+    shapes = {"eos_token_ids", "norms", "fused_qkv", "fused_gate_up", "gated_mlp", "parallel"}
     flags = {field.name for field in dataclasses.fields(ModelConfig) if field.default is not dataclasses.MISSING}
     assert flags - shapes == set(OFF)

@@ -1,0 +1,9 @@
+"""layer_norm(x, weight, bias, eps) -> y
+
+x       [..., H]  compute dtype; mean and variance run over the last axis, in float32
+weight  [H]       float32
+bias    [H]       float32, or None
+y       [..., H]  (x − mean(x)) / sqrt(var(x) + eps) · weight + bias, in x's dtype
+
+Ba, Kiros and Hinton, "Layer Normalization", 2016.
+"""

@@ -1,0 +1,10 @@
+"""layer_norm in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Normalize the last axis of x [..., H] to mean zero and variance one, then weight and bias [H]; float32 inside."""
+    return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
