@@ -111,7 +111,7 @@ def test_linear_serves_every_weight_format() -> None:
 def test_what_is_missing_is_said_of_every_op(here: Here) -> None:
     here("no compiler")
     native = [(c.available, c.reason) for c in capabilities() if c.backend == "native"]
-    assert native == [(False, "no compiler")] * 7
+    assert native == [(False, "no compiler")] * 9
 
 
 def fake_installation(folder: Path, *names: str) -> Path:
