@@ -31,6 +31,7 @@ def run(
     system: opt.SystemOption = None,
     no_chat: opt.NoChatOption = False,
     chat_template: opt.ChatTemplateOption = None,
+    as_family: opt.AsOption = None,
     max_tokens: opt.MaxTokensOption = None,
     stop: opt.StopOption = None,
     temp: opt.TempOption = None,
@@ -87,6 +88,7 @@ def run(
             "kv_type": kv_type,
             "activations": activations,
             "ctx_size": ctx_size,
+            "family": as_family,
         },
         threads=threads,
         json=json,
@@ -145,7 +147,11 @@ def _check(request: Request) -> None:
     from llmctl.runtime.sampling.params import SamplingParams
 
     SamplingParams(**request.sampling)
-    choose_compute(**{name: value for name, value in request.loading.items() if name != "ctx_size"})
+    choose_compute(**{name: value for name, value in request.loading.items() if name not in ("ctx_size", "family")})
+    if request.loading["family"] is not None:
+        from llmctl.runtime.models.registry import family_by_name
+
+        family_by_name(request.loading["family"])
     if "" in request.stop:
         raise UsageError("--stop needs some text, found an empty one")
     if request.raw and request.template:

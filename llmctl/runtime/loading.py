@@ -21,7 +21,7 @@ from llmctl.runtime.machine import default_threads, memory
 from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.decoder import Decoder
 from llmctl.runtime.models.hf_config import token_ids
-from llmctl.runtime.models.registry import family_by_model_type
+from llmctl.runtime.models.registry import family_by_model_type, family_by_name
 from llmctl.runtime.models.weights import ModelWeights
 from llmctl.runtime.tokenizer import Tokenizer, load_tokenizer
 
@@ -116,15 +116,17 @@ def open_model(
     kv_type: str | None = None,
     activations: str | None = None,
     ctx_size: int | None = None,
+    family: str | None = None,
 ) -> OpenedModel:
     """Open a checkpoint (GGUF file, Hugging Face folder) for one backend.
 
     backend … activations: as `choose_compute`. ctx_size: tokens of context, None for what the model was trained with as far as
-    memory allows. Raises FormatError, UnsupportedError, UsageError and OutOfMemoryError.
+    memory allows. family: name of the family it is taken for one of, None for the one it says it is. Raises FormatError,
+    UnsupportedError, UsageError and OutOfMemoryError.
     """
     choices = (backend, device, dtype, kv_type, activations)
     compute = choose_compute(*choices)
-    weights = ModelWeights(open_checkpoint(path))
+    weights = ModelWeights(open_checkpoint(path), family_by_name(family) if family else None)
     compute = fit_head_dim(compute, max(layer.head_dim for layer in weights.config.kv_layers()), *choices)
     if compute.fallback:
         _log.warning("the slow reference backend computes, since %s", compute.fallback)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from llmctl.errors import FormatError, UnsupportedError
+from llmctl.errors import FormatError, UnsupportedError, UsageError
 from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models import (
     cohere,
@@ -54,6 +54,14 @@ def family_by_gguf_arch(arch: object) -> Family:
     return _pick({family.gguf_arch: family for family in FAMILIES}, arch, "general.architecture")
 
 
+def family_by_name(name: str) -> Family:
+    """The family of this name, or of a model_type of it; UsageError naming those there are."""
+    known = {key: family for family in FAMILIES for key in (family.name, *family.model_types)}
+    if name not in known:
+        raise UsageError(f"--as {name}: there is no such family; known: {', '.join(family.name for family in FAMILIES)}")
+    return known[name]
+
+
 def _pick(known: dict[str, Family], name: object, where: str) -> Family:
     if name is None or (isinstance(name, str) and not name):
         raise UnsupportedError(f"{where} is missing, so the architecture is unknown; known: {', '.join(known)}")
@@ -61,6 +69,11 @@ def _pick(known: dict[str, Family], name: object, where: str) -> Family:
         raise FormatError(f"{where} must be a string, found {quoted(name)}")
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"the nearest known one is {near[0]!r}" if near else f"known: {', '.join(known)}"
-    raise UnsupportedError(f"{where} {quoted(name)} is not supported yet; {hint}")
+    near = difflib.get_close_matches(name, known, n=3)
+    if not near:
+        raise UnsupportedError(f"{where} {quoted(name)} is not supported yet; known: {', '.join(known)}")
+    relatives = ", ".join(map(repr, near))
+    raise UnsupportedError(
+        f"{where} {quoted(name)} is not supported yet; its nearest relatives are {relatives}: "
+        f"`llmctl run --as {known[near[0]].name}` tries whether it is one of them"
+    )

@@ -73,11 +73,12 @@ class ModelWeights:
     unpacked: (how it is stored, dtype it was read as) → bytes, of packed weights that no kernel reads as they are.
     """
 
-    def __init__(self, checkpoint: GgufCheckpoint | SafetensorsCheckpoint) -> None:
-        """Raises FormatError and UnsupportedError, naming the file."""
+    def __init__(self, checkpoint: GgufCheckpoint | SafetensorsCheckpoint, family: Family | None = None) -> None:
+        """family: to be taken for one of, whatever the file says; None for the one it says. Raises FormatError and
+        UnsupportedError, naming the file."""
         self.checkpoint = checkpoint
         try:
-            source = _GgufSource(checkpoint) if isinstance(checkpoint, GgufCheckpoint) else _HfSource(checkpoint)
+            source = (_GgufSource if isinstance(checkpoint, GgufCheckpoint) else _HfSource)(checkpoint, family)
         except LlmctlError as error:
             raise type(error)(_located(error, checkpoint)) from error
         self._source = source
@@ -180,13 +181,16 @@ def _same_bytes(left: np.ndarray | QuantTensor, right: np.ndarray | QuantTensor)
 
 
 class _GgufSource:
-    def __init__(self, checkpoint: GgufCheckpoint) -> None:
+    def __init__(self, checkpoint: GgufCheckpoint, family: Family | None) -> None:
         self.checkpoint = checkpoint
-        names = checkpoint.names()
-        self.family = family_by_gguf_arch(checkpoint.metadata.get("general.architecture"))
+        names, metadata = checkpoint.names(), checkpoint.metadata
+        stated = metadata.get("general.architecture")
+        self.family = family or family_by_gguf_arch(stated)
+        if family is not None:
+            metadata = {str(key).replace(f"{stated}.", f"{family.gguf_arch}.", 1): metadata[key] for key in metadata}
         factors = {name: dequantize(checkpoint.read(name)) for name in FACTOR_TENSORS if name in names}
         shapes = {name: checkpoint.entry(name).shape for name in names}
-        self.hf_config = config_from_gguf(checkpoint.metadata, self.family, shapes, factors)
+        self.hf_config = config_from_gguf(metadata, self.family, shapes, factors)
         self.config = self.family.read_config(self.hf_config)
         translated = {name: self.family.gguf_names.to_hf(name) for name in names if name not in FACTOR_TENSORS}
         unknown = [name for name, hf in translated.items() if hf is None]
@@ -213,12 +217,14 @@ class _GgufSource:
 
 
 class _HfSource:
-    def __init__(self, checkpoint: SafetensorsCheckpoint) -> None:
+    def __init__(self, checkpoint: SafetensorsCheckpoint, family: Family | None) -> None:
         self.checkpoint, self.hf_config = checkpoint, checkpoint.config
         if not self.hf_config:
             raise FormatError(f"{checkpoint.path}: no config.json beside the weights, so the architecture is unknown")
         found = find_packed(checkpoint)
-        self.family = family_by_model_type(self.hf_config.get("model_type"))
+        self.family = family or family_by_model_type(self.hf_config.get("model_type"))
+        if family is not None and self.hf_config.get("model_type") not in family.model_types:
+            self.hf_config = {**self.hf_config, "model_type": family.model_types[0]}
         self.config = self.family.read_config(self.hf_config)
         elsewhere = found.parts | set(found.of_activations)
         names = [name for name in checkpoint.names() if not _BUFFERS.search(name) and name not in elsewhere]

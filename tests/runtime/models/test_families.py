@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from make_tiny_model import make_tiny_model, tiny_config
 from transformers import AutoModelForCausalLM
 
+from llmctl.errors import UnsupportedError, UsageError
 from llmctl.quant.convert import make_plan, write
 from llmctl.quant.recipe import recipe_by_name
 from llmctl.quant.source import open_source
@@ -222,3 +224,19 @@ def test_the_switches_are_those_of_the_config() -> None:
     shapes = {"eos_token_ids", "norms", "fused_qkv", "fused_gate_up", "gated_mlp", "parallel"}
     flags = {field.name for field in dataclasses.fields(ModelConfig) if field.default is not dataclasses.MISSING}
     assert flags - shapes == set(OFF)
+
+
+def test_a_model_of_an_unknown_name_can_be_taken_for_a_known_one(folder: Folders, expected: Any, tmp_path: Path) -> None:
+    path, logits = tmp_path / "model", expected("qwen3", "gguf")
+    shutil.copytree(folder("qwen3", "gguf"), path)
+    file = tmp_path / "model.gguf"
+    write(make_plan(open_source(path), recipe_by_name("F32")), file)
+    file.write_bytes(file.read_bytes().replace(b"qwen3", b"brand"))
+    config = (path / "config.json").read_text("utf-8")
+    (path / "config.json").write_text(config.replace('"model_type": "qwen3"', '"model_type": "brand"'), "utf-8")
+    for source in (path, file):
+        with pytest.raises(UnsupportedError, match="'brand' is not supported yet"):
+            load_model(source)
+        assert_close(compute_logits(load_model(source, family="qwen3"), IDS), logits)
+    with pytest.raises(UsageError, match="--as brand: there is no such family; known: llama, "):
+        load_model(file, family="brand")
