@@ -13,7 +13,7 @@ from llmctl.kernels.formats.codecs import quantize
 from llmctl.kernels.formats.plain import PLAIN_DTYPES
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import Format
-from llmctl.kernels.native import why_missing
+from llmctl.kernels.native import instruction_set, why_missing
 
 _STORED = {PLAIN_DTYPES[name]: name for name in ("F32", "F16", "BF16")}
 
@@ -29,6 +29,8 @@ class Encoder:
         self, rows: np.ndarray, form: Format, importance: np.ndarray | None = None, *, isa: str | None = None
     ) -> QuantTensor | np.ndarray:
         """rows (R, K) in another format; arguments, result and errors are those of `codecs.quantize`.
+
+        UsageError where LLMCTL_ISA names nothing that this machine has.
 
         isa: instruction set to use instead of the best, for tests.
         """
@@ -46,5 +48,6 @@ class Encoder:
         from llmctl.kernels.native import _native
 
         if self._pool is None:
+            instruction_set()  # what LLMCTL_ISA says is settled now
             self._pool = _native.ThreadPool(self._threads)
         return _native.encode(self._pool, *arguments)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from awkward import IMPORTANCES, awkward, bell, importance
 
-from llmctl.errors import FormatError
+from llmctl.errors import FormatError, UsageError
 from llmctl.kernels.encode import Encoder
 from llmctl.kernels.formats.codecs import ENCODERS, quantize
 from llmctl.kernels.formats.spec import FORMATS
@@ -130,3 +130,12 @@ def test_without_the_extension_numpy_encodes(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delattr(Encoder, "_native")
     array = bell(3)
     assert np.array_equal(Encoder().encode(array, FORMATS["Q4_K"]).blocks, expected(array, "Q4_K"))
+
+
+def test_an_instruction_set_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> str:
+        raise UsageError("LLMCTL_ISA: there is no such thing")
+
+    monkeypatch.setattr("llmctl.kernels.encode.instruction_set", unknown)
+    with pytest.raises(UsageError, match="LLMCTL_ISA"):
+        Encoder().encode(bell(3), FORMATS["Q4_K"])
