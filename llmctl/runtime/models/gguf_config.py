@@ -260,15 +260,10 @@ def factor_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def llama3_divisors(rope: RopeConfig) -> np.ndarray:
-    """What llama3 scaling divides each frequency by, float32: exactly 1 for short wavelengths and the factor for long ones.
+    """What llama3 scaling divides each frequency by, float32.
 
-    From the numbers themselves, as llama.cpp's converter has them: the quotient of two frequencies is rounded twice more.
+    The quotient of the frequencies: a reader that divides gets transformers' own again, where the divisors that llama.cpp's
+    converter computes from the numbers (a last bit apart) would give their neighbours.
     """
-    p, one = rope.parameters, np.float32(1)
-    factor, low, high = np.float32(p["factor"]), float(p["low_freq_factor"]), float(p["high_freq_factor"])
     plain = RopeConfig("default", rope.theta, rope.rotary_dim, rope.original_max_position, rope.max_position)
-    wavelength = np.float32(2 * math.pi) / rope_frequencies(plain)[0]
-    smooth = (np.float32(rope.original_max_position) / wavelength - np.float32(low)) / np.float32(high - low)
-    between = one / ((one - smooth) / factor + smooth)
-    divisors = np.where(wavelength > rope.original_max_position / low, factor, between)
-    return np.where(wavelength < rope.original_max_position / high, one, divisors).astype(np.float32)
+    return rope_frequencies(plain)[0] / rope_frequencies(rope)[0]
