@@ -86,6 +86,18 @@ def test_tensors_come_back_as_they_were(tiny: Tiny, convert: Convert, tmp_path: 
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == dtype
 
 
+OTHERS = ("cohere", "cohere2", "exaone4", "glm4", "granite", "olmo2", "phi3", "smollm3", "stablelm", "starcoder2")
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_come_back(tiny: Tiny, convert: Convert, tmp_path: Path, family: str) -> None:
+    source = tiny(family, tokenizer="bpe")
+    folder = to_folder(convert(source, tmp_path / "out.gguf").output, tmp_path / "back").output
+    before, after = load_file(source / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert {name: tensor.tobytes() for name, tensor in after.items()} == {name: one.tobytes() for name, one in before.items()}
+    np.testing.assert_array_equal(logits_of_transformers(folder), logits_of_transformers(source))
+
+
 @pytest.mark.parametrize("name", ["llama", "llama-spm", "gemma3", "gemma3-bpe"])
 def test_the_tokenizer_comes_along(tiny: Tiny, convert: Convert, tmp_path: Path, name: str) -> None:
     source = tiny(name.partition("-")[0], **MODELS[name])
