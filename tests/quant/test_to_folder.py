@@ -86,7 +86,8 @@ def test_tensors_come_back_as_they_were(tiny: Tiny, convert: Convert, tmp_path: 
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == dtype
 
 
-OTHERS = ("cohere", "cohere2", "exaone4", "glm4", "granite", "olmo2", "phi3", "smollm3", "stablelm", "starcoder2")
+# Not phi3: readers give the tokens of a model of that name flags that the tiny tokenizer has not.
+OTHERS = ("cohere", "cohere2", "exaone4", "glm4", "granite", "olmo2", "smollm3", "stablelm", "starcoder2")
 
 
 @pytest.mark.parametrize("family", OTHERS)
