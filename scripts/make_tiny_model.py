@@ -68,6 +68,10 @@ GEMMA = {key: value for key, value in GEMMA3.items() if key not in ("sliding_win
 GEMMA1 = {key: value for key, value in GEMMA.items() if "softcapping" not in key and "query" not in key}
 # hidden_size / heads, for classes that know no other head_dim
 PHI3 = {key: value for key, value in PLAIN.items() if key != "head_dim"} | {"hidden_size": 6 * HEAD_DIM}
+MINISTRAL3_ROPE = {
+    **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": ORIGINAL_CONTEXT // 2},
+    **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4},
+}
 LAYER_NORM = {key: value for key, value in PHI3.items() if key != "rms_norm_eps"}
 COHERE = {**LAYER_NORM, "num_hidden_layers": 4, "layer_norm_eps": 1e-5, "tie_word_embeddings": True}
 MISTRAL = {key: value for key, value in LLAMA.items() if key not in ("attention_bias", "mlp_bias")} | {"sliding_window": 8}
@@ -82,6 +86,7 @@ FAMILIES = {
     "phi3": ("Phi3Config", {**PHI3, "original_max_position_embeddings": ORIGINAL_CONTEXT, "sliding_window": 24}),
     "smollm3": ("SmolLM3Config", {**LLAMA, "num_hidden_layers": 4}),
     "ministral": ("MinistralConfig", WINDOWED),
+    "ministral3": ("Ministral3Config", {**PLAIN, "rope_parameters": MINISTRAL3_ROPE}),
     "olmo2": ("Olmo2Config", {key: value for key, value in PLAIN.items() if key != "head_dim"}),
     "granite": (
         "GraniteConfig",

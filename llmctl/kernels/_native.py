@@ -194,6 +194,9 @@ class NativeOps:
     def scale(self, x: Value, factor: float) -> Value:
         return self._record("scale", (x,), x.shape, factor=factor)[0]
 
+    def growth(self, x: Value, positions: Value, rate: float, length: int) -> Value:
+        return self._record("growth", (x,), x.shape, factor=rate, length=length)[0]
+
     def softcap(self, x: Value, cap: float) -> Value:
         return self._record("softcap", (x,), x.shape, factor=cap)[0]
 

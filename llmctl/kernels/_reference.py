@@ -114,6 +114,11 @@ class ReferenceOps:
         return x * factor
 
     @staticmethod
+    def growth(x: torch.Tensor, positions: torch.Tensor, rate: float, length: int) -> torch.Tensor:
+        factors = 1 + rate * torch.log1p((positions // length).float())
+        return (x * factors.view(-1, *[1] * (x.ndim - 1))).to(x.dtype)
+
+    @staticmethod
     def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
         return cap * torch.tanh(x / cap)
 

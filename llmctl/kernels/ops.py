@@ -88,6 +88,9 @@ class Ops(Protocol):
     def scale(self, x: Array, factor: float) -> Array:
         """x · factor."""
 
+    def growth(self, x: Array, positions: Array, rate: float, length: int) -> Array:
+        """x [T, …] times 1 + rate · log(1 + positions // length), positions [T]."""
+
     def softcap(self, x: Array, cap: float) -> Array:
         """cap · tanh(x / cap)."""
 

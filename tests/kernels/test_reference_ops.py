@@ -39,6 +39,12 @@ def test_layer_norm_follows_its_formula(shape: tuple[int, ...], has_bias: bool) 
     close(OPS.layer_norm(torch.from_numpy(x), *vectors, 1e-5), expected)
 
 
+def test_growth_follows_its_formula() -> None:
+    x, positions = normal(4, 3, 5), np.array([0, 9, 10, 35])
+    expected = x * (1 + 0.3 * np.log(1 + positions // 10))[:, None, None]
+    close(OPS.growth(torch.from_numpy(x), torch.from_numpy(positions), 0.3, 10), expected)
+
+
 def test_activation_is_the_gated_one_without_a_gate() -> None:
     x = torch.from_numpy(normal(3, 9))
     for name in ("silu", "gelu", "gelu_pytorch_tanh"):

@@ -231,6 +231,7 @@ void bind_program(nb::module_& m) {
       .value("Gated", RowKind::Gated)
       .value("Add", RowKind::Add)
       .value("Scale", RowKind::Scale)
+      .value("Growth", RowKind::Growth)
       .value("Softcap", RowKind::Softcap)
       .value("Take", RowKind::Take)
       .value("Store", RowKind::Store)

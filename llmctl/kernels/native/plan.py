@@ -278,6 +278,8 @@ def _row_op(node: Node, buffers: Buffers) -> Any:
     op.source = a.get("source", 0)
     if node.op in ("rms_norm", "rotary", "store_kv", "fit_heads"):
         op.width = node.inputs[0].shape[-1]
+    if node.op == "growth":
+        op.width = a["length"]
     if a.get("weight") is not None and node.op in ("rms_norm", "layer_norm", "gated_activation"):
         op.set_weight(a["weight"])
     if a.get("bias") is not None:
@@ -302,6 +304,7 @@ _ROW_KINDS = {
     "gated_activation": "Gated",
     "add": "Add",
     "scale": "Scale",
+    "growth": "Growth",
     "softcap": "Softcap",
     "take_rows": "Take",
     "store_kv": "Store",

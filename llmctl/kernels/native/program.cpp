@@ -373,6 +373,11 @@ void Program::MatrixPhase::program_row(Program& program, Worker& worker, const R
       break;
     case RowKind::Add: kernels.add(at(op.a, row), at(op.b, row), width, out); break;
     case RowKind::Scale: kernels.scale(at(op.a, row), op.factor, width, out); break;
+    case RowKind::Growth: {
+      const double lengths = static_cast<double>(step.positions[row] / op.width);
+      kernels.scale(at(op.a, row), static_cast<float>(1.0 + op.factor * std::log1p(lengths)), width, out);
+      break;
+    }
     case RowKind::Softcap: kernels.softcap(at(op.a, row), op.factor, width, out); break;
     case RowKind::Gather: {
       const float* from = at(op.a, row);

@@ -27,7 +27,7 @@ namespace llmctl {
 // Rows a buffer or a phase has: one per token of the batch, or one per row of logits asked for.
 enum class Domain : int32_t { Tokens, Rows };
 
-enum class RowKind : int32_t { Embedding, Angles, RmsNorm, LayerNorm, Rotary, Gated, Add, Scale, Softcap, Take, Store, Fit, Gather };
+enum class RowKind : int32_t { Embedding, Angles, RmsNorm, LayerNorm, Rotary, Gated, Add, Scale, Growth, Softcap, Take, Store, Fit, Gather };
 
 // One operation on a row. Numbers are buffers (-1: none); their widths are known to the program.
 //   Embedding  out = table[token id] * factor
@@ -37,6 +37,7 @@ enum class RowKind : int32_t { Embedding, Angles, RmsNorm, LayerNorm, Rotary, Ga
 //   Rotary     heads of `width` elements, turned by the angles b (cos) and c (sin)
 //   Gated      activation(a) * b, or times weight where there is no b
 //   Add        a + b                Scale, Softcap   of a by factor
+//   Growth     a times 1 + factor * log(1 + position / width), the quotient a whole number
 //   Take       the row of a that the batch asks logits for
 //   Store      keys a and values b into the pages, at the token's slot
 //   Fit        heads of `width` elements become as many of out's width: cut, or filled up with zeros

@@ -53,7 +53,8 @@ class ModelConfig:
     logit_scale multiplies the logits, final_softcap bounds them. fused_qkv, fused_gate_up: stored as one matrix, q above k
     above v and gate above up. rope_interleaved: stored q and k rows are in the order of pairs side by side. layer_norm: all
     norms take the mean away (norm_bias: and add a bias). gated_mlp: down(act(gate) · up), else c_proj(act(c_fc)). parallel:
-    attention and MLP read the same normed input.
+    attention and MLP read the same normed input. query_growth: queries grow with the logarithm of how many original contexts
+    precede them, at this rate.
     """
 
     family: str
@@ -86,6 +87,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    query_growth: float | None = None
     attention_softcap: float | None = None
     final_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -205,10 +205,14 @@ def metadata_from_config(config: ModelConfig, family: Family) -> dict[str, Any]:
     keys[f"{arch}.rope.dimension_count"] = ropes[0].rotary_dim
     keys[f"{arch}.vocab_size"] = config.vocab_size
     stated = family.hf_keys(config)
-    keys |= {f"{arch}.{key}": float(stated[hf]) for hf, key in family.gguf_numbers.items()}
+    numbers = {f"{arch}.{key}": stated[hf] for hf, key in family.gguf_numbers.items()}
+    keys |= {key: float(value) for key, value in numbers.items() if value is not None}
     if family.gguf_window_pattern and windows:
         keys[f"{arch}.attention.sliding_window_pattern"] = [layer.sliding_window is not None for layer in config.layers]
-    return {**keys, **_scaling_metadata(ropes[0], arch)}
+    scaling = _scaling_metadata(ropes[0], arch)
+    if f"{arch}.rope.scaling.yarn_log_multiplier" in keys:
+        scaling.pop(f"{arch}.rope.scaling.attn_factor", None)  # the one says what the other would
+    return {**keys, **scaling}
 
 
 def global_and_local_rope(config: ModelConfig) -> tuple[RopeConfig, RopeConfig | None]:

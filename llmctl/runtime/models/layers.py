@@ -127,6 +127,9 @@ class Attention:
         """x [T, hidden_size] → the same, or only its `rows`; this step's keys and values are stored on the way."""
         ops, config = self.ops, self.config
         queries, keys, values = self._project(x, tables)
+        if config.query_growth is not None and self.choices.rope is not None:
+            original = self.choices.rope.original_max_position
+            queries = ops.growth(queries, batch.positions, config.query_growth, original)
         pages = cache.layer(self.index)
         ops.store_kv(keys, values, pages, batch.slot_mapping)
         window = self.choices.sliding_window

@@ -14,6 +14,7 @@ from llmctl.runtime.models import (
     glm4,
     granite,
     llama,
+    mistral3,
     olmo2,
     phi3,
     qwen,
@@ -25,6 +26,7 @@ from llmctl.runtime.models.family import Family
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
+    mistral3.FAMILY,
     qwen.QWEN2,
     qwen.QWEN3,
     gemma.GEMMA,

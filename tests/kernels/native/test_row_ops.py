@@ -48,3 +48,11 @@ def test_activation(width: int, activation: str) -> None:
     found = computed(x, lambda ops, rows: ops.activation(rows, activation), 1)
     expected = ReferenceOps().activation(torch.from_numpy(x), activation)
     np.testing.assert_allclose(found, expected.numpy(), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_growth(width: int) -> None:
+    x, positions = normal(TOKENS, width), np.arange(TOKENS)
+    found = computed(x, lambda ops, rows: ops.growth(rows, None, 0.3, 7), 1)
+    expected = ReferenceOps().growth(torch.from_numpy(x), torch.from_numpy(positions), 0.3, 7)
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)

@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "phi3": {"gguf": {"sliding_window": None, "rope": "longrope"}, "longrope": {"rope": "longrope"}},
     "smollm3": {"yarn": {"rope": "yarn"}, "biases": {"attention_bias": True, "mlp_bias": True}},
     "ministral": {"gguf": {"layer_types": ["sliding_attention"] * 4}},
+    "ministral3": {"gguf": {}, "window": {"sliding_window": 8}},
     "olmo2": {"bias": {"attention_bias": True}},
     "granite": {"biases": {"attention_bias": True, "mlp_bias": True}},
     "glm4": {},
@@ -163,6 +164,7 @@ OFF: dict[str, Any] = {
     "attention_bias": False,
     "attention_out_bias": False,
     "mlp_bias": False,
+    "query_growth": None,
     "layer_norm": False,
     "norm_bias": False,
 }
