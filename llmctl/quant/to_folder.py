@@ -193,7 +193,9 @@ def _files_of_folder(checkpoint: SafetensorsCheckpoint, weights: ModelWeights, f
     nested = config.get("text_config")
     if isinstance(nested, dict):
         ids = {key: value for key, value in config.items() if key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        config = {**nested, **ids, "architectures": [weights.family.hf_class], "model_type": weights.family.model_types[0]}
+        family, spelled = weights.family, weights.family.hf_keys(weights.config)
+        kind = spelled.get("model_type", family.model_types[0])
+        config = {**nested, **ids, "architectures": spelled.get("architectures", [family.hf_class]), "model_type": kind}
     for key in ("dtype", "quantization_config"):
         config.pop(key, None)
     config["torch_dtype"] = TORCH_DTYPES[form.name]

@@ -31,11 +31,14 @@ def read_config(values: dict[str, Any]) -> ModelConfig:
 
 
 def hf_keys(config: ModelConfig) -> dict[str, Any]:
-    """What Ministral3Config has beyond the keys of all families."""
+    """What Ministral3Config has beyond the keys of all families; or MistralConfig, where queries do not grow."""
     rope = config.layers[0].rope
     assert rope is not None
     found = {key: rope.parameters.get(key) for key in _IN_ROPE}
-    return {"hidden_act": config.activation, "sliding_window": config.layers[0].sliding_window, **found}
+    keys = {"hidden_act": config.activation, "sliding_window": config.layers[0].sliding_window, **found}
+    if config.query_growth is not None:
+        return keys
+    return {**keys, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 
 
 def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:

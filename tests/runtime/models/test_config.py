@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from llmctl.errors import FormatError, UnsupportedError
+from llmctl.kernels.formats.spec import FORMATS
+from llmctl.quant.config_json import config_json
 from llmctl.runtime.models.registry import family_by_gguf_arch, family_by_model_type
 
 LLAMA: dict[str, Any] = {
@@ -132,6 +134,49 @@ def test_gemma3_theta_by_layer_in_both_spellings() -> None:
 def test_gemma3_inside_a_multimodal_config() -> None:
     config = read({"model_type": "gemma3", "text_config": GEMMA3, "vision_config": {"hidden_size": 9}})
     assert (config.family, config.num_layers) == ("gemma3", 7)
+
+
+@pytest.mark.parametrize(("growth", "kind"), [(None, "mistral"), (0.1, "ministral3")])
+def test_the_text_of_a_mistral3_is_a_mistral_or_a_ministral3(growth: float | None, kind: str) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": growth}
+    text = {**LLAMA, "model_type": kind, "rope_parameters": rope}
+    config = read({"model_type": "mistral3", "text_config": text, "vision_config": {"hidden_size": 9}})
+    assert (config.family, config.query_growth, config.num_layers) == ("mistral3", growth, 3)
+    family = family_by_model_type("mistral3")
+    assert config_json(config, family, FORMATS["F16"], None)["model_type"] == kind
+
+
+REFUSED = {
+    "stablelm": {"qk_layernorm": True, "layer_norm_eps": 1e-5},
+    "cohere": {"use_qk_norm": True, "layer_norm_eps": 1e-5},
+    "starcoder2": {"norm_type": "rms_norm"},
+    "gemma": {"use_bidirectional_attention": True},
+    "gemma2": {"use_bidirectional_attention": True, "sliding_window": 8},
+    "smollm3": {"layer_types": ["chunked_attention"] * 3},
+    "qwen2": {"use_sliding_window": True, "layer_types": ["linear_attention"] * 3},
+}
+
+
+@pytest.mark.parametrize("family", sorted(REFUSED))
+def test_what_a_family_does_not_do_is_refused_by_name(family: str) -> None:
+    with pytest.raises(UnsupportedError, match=next(iter(REFUSED[family])) if family != "qwen2" else "layer_types"):
+        read({**LLAMA, "model_type": family, **REFUSED[family]})
+
+
+@pytest.mark.parametrize(("pattern", "windows"), [(3, [8, 8, None]), ("LG", [8, None, 8])])
+def test_patterns_of_exaone4(pattern: int | str, windows: list[int | None]) -> None:
+    config = read(LLAMA, model_type="exaone4", sliding_window=8, sliding_window_pattern=pattern)
+    assert [layer.sliding_window for layer in config.layers] == windows
+    assert [layer.rope is None for layer in config.layers] == [window is None for window in windows]
+    with pytest.raises(FormatError, match="sliding_window_pattern"):
+        read(LLAMA, model_type="exaone4", sliding_window_pattern="LX")
+
+
+def test_layers_without_rope_are_checked() -> None:
+    config = read(LLAMA, model_type="smollm3", no_rope_layers=[1, 0, 1])
+    assert [layer.rope is None for layer in config.layers] == [False, True, False]
+    with pytest.raises(FormatError, match="no_rope_layers must be 3"):
+        read(LLAMA, model_type="smollm3", no_rope_layers=[1, 0])
 
 
 def test_bidirectional_gemma3_is_refused() -> None:
