@@ -14,6 +14,7 @@ from llmctl.runtime.models.standard import FULL, rope_of, standard_config, windo
 def read_config(values: dict[str, Any]) -> ModelConfig:
     """Hugging Face Olmo2Config → ModelConfig."""
     hf = HfConfig({"rms_norm_eps": 1e-5, **values})
+    hf.refuse("sliding_window", (), "a window makes it an OLMo 3, which GGUF calls by the same name")
     bias = hf.flag("attention_bias")
     return standard_config(
         hf,
