@@ -49,6 +49,8 @@ def verify(
         raise UsageError(f"{manifest_file}: a second path is for --write-manifest; --manifest and --against name other files")
     if (against is not None) + (manifest is not None) + write_manifest > 1:
         raise UsageError("--against, --manifest and --write-manifest exclude each other")
+    if force and not write_manifest:
+        raise UsageError("--force is for --write-manifest: nothing else is written")
     path = resolve_model(model, progress=console.progress)
     threads = default_threads() if threads is None else threads
     if against is not None:

@@ -21,6 +21,8 @@ from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.quant.workers import Progress, Workers
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.checkpoint import Checkpoint
+from llmctl.runtime.checkpoint.packed import find_packed
+from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
 from llmctl.runtime.models.weights import ModelWeights
 
 _SLICE_ELEMENTS = 1 << 18  # as float32, what three of it are stays in the cache
@@ -128,8 +130,9 @@ def compare(path: Path, reference: Path, *, threads: int = 1, progress: Progress
 
 
 def _sides(here: Checkpoint, there: Checkpoint) -> tuple[_Side, _Side]:
-    """Stored names where they are the same in both, else those of the models."""
-    if here.kind == there.kind and set(here.names()) == set(there.names()):
+    """Stored names where they are the same in both, else those of the models. Packed codes are words, no numbers to subtract."""
+    alike = here.kind == there.kind and set(here.names()) == set(there.names())
+    if alike and not _is_packed(here):
         return _stored_side(here), _stored_side(there)
     try:
         return _model_side(here), _model_side(there)
@@ -137,6 +140,15 @@ def _sides(here: Checkpoint, there: Checkpoint) -> tuple[_Side, _Side]:
         if here.kind != there.kind:
             raise
         return _stored_side(here), _stored_side(there)
+
+
+def _is_packed(checkpoint: Checkpoint) -> bool:
+    if not isinstance(checkpoint, SafetensorsCheckpoint):
+        return False
+    try:
+        return bool(find_packed(checkpoint).modules)
+    except (UnsupportedError, FormatError):
+        return False
 
 
 def _stored_side(checkpoint: Checkpoint) -> _Side:

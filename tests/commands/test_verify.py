@@ -79,6 +79,7 @@ def test_wrong_usage(call: Callable[..., Any], folder: Path) -> None:
     assert (missing.code, missing.out) == (1, "")
     assert call("verify", folder, "other.json").code == 2
     assert call("verify", folder, "--against", folder, "--write-manifest").code == 2
+    assert call("verify", folder, "--force").code == 2
     assert call("verify", folder, "--manifest", folder / "nothing.json").code == 1
     assert "no such file" in call("verify", folder, "--manifest", folder / "nothing.json").err
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from make_packed_model import Choices, make_packed_model
 from safetensors.numpy import load_file, save_file
 
 from llmctl.errors import UnsupportedError
@@ -14,6 +15,7 @@ from llmctl.kernels.formats.codecs import dequantize
 from llmctl.quant import compare as module
 from llmctl.quant.compare import Difference, compare
 from llmctl.quant.convert import Written
+from llmctl.quant.packed_folder import plan_packed, write_packed
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.models.weights import ModelWeights
 
@@ -132,3 +134,18 @@ def test_kinds_that_share_no_names(tiny: Callable[..., Path], changed: Callable[
     output = convert(tiny("llama"), tmp_path / "m.gguf").output
     with pytest.raises(UnsupportedError, match="model_type 'mamba'"):
         compare(output, changed("llama", config={"model_type": "mamba"}))
+
+
+def test_packed_folders_of_one_layout_are_compared_by_value(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """GPTQ v1 keeps its zeros one lower than v2: other words under the same names, the same weights."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    source = tiny("llama", **sizes)
+    v1 = make_packed_model(source, tmp_path / "v1", Choices("gptq", 4, 64, symmetric=False))
+    v2 = tmp_path / "v2"
+    write_packed(plan_packed(v1, "gptq"), v2)
+    zeros = "model.layers.0.mlp.up_proj.qzeros"
+    assert (load_file(v1 / "model.safetensors")[zeros] != load_file(v2 / "model.safetensors")[zeros]).any()
+    assert compare(v2, v1).total.identical
+    finer = make_packed_model(source, tmp_path / "finer", Choices("gptq", 4, 32, symmetric=False))
+    assert not (found := compare(finer, v1)).misshapen
+    assert 0 < found.total.max_error < 1
