@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llmctl.quant.recipe import Recipe
 
 OutputOption = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--output", "-o", metavar="OUT", help="File to write, or an existing folder.", show_default="NAME-SIZE-TYPE.gguf here"
     ),
@@ -56,7 +56,7 @@ LoraOption = Annotated[
     list[str] | None,
     typer.Option("--lora", metavar="ADAPTER[=SCALE]", help="Folder of a PEFT adapter to add to the weights; can be repeated."),
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write no model.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]?)B?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -86,6 +86,22 @@ class Request:
     dry_run: bool = False
     force: bool = False
     json: bool = False
+
+
+def output_argument(text: str | None, *, is_folder: bool = False) -> Path | None:
+    """What -o names. is_folder: a folder is written, else a file or into an existing folder.
+
+    UsageError where it is empty (an unset variable of a script), or ends like a folder that is not there.
+    """
+    from llmctl.errors import UsageError
+
+    if text is None:
+        return None
+    if not text:
+        raise UsageError("-o: the name of the output is empty")
+    if not is_folder and text.endswith(("/", os.sep)) and not Path(text).is_dir():
+        raise UsageError(f"-o {text}: there is no such folder; without the last {text[-1]} it names a file")
+    return Path(text)
 
 
 def size_in_bytes(text: str | None) -> int | None:

@@ -19,6 +19,7 @@ from llmctl.commands.conversion import (
     SplitOption,
     VocabOnlyOption,
     carry_out,
+    output_argument,
     parse_adapters,
     size_in_bytes,
 )
@@ -73,12 +74,13 @@ def convert(
 
     Prints the path of what was written.
     """
-    from llmctl.errors import UnsupportedError
+    from llmctl.errors import UsageError
     from llmctl.quant.recipe import recipe_by_name
     from llmctl.runtime.store import resolve_model
 
     if to.lower() not in _TARGETS:
-        raise UnsupportedError(f"--to {to}: only {', '.join(_TARGETS)} can be written yet")
+        raise UsageError(f"--to {to}: there is no such target; targets are {', '.join(_TARGETS)}")
+    target = output_argument(output, is_folder=to.lower() != "gguf")
     limit, adapters = size_in_bytes(split_max_size), parse_adapters(lora)
     of_weights = {"--type": type.lower() != "auto", "--split-max-size": limit, "--lora": adapters, "--imatrix": imatrix}
     of_gguf = {"--imatrix": imatrix, "--vocab-only": vocab_only, "--pre": pre, "--drop-surplus": drop_surplus}
@@ -87,17 +89,17 @@ def convert(
     path = resolve_model(source, progress=console.progress)
     facts: dict[str, object] = {"command": "convert", "input": str(path), "lora": lora or []}
     if to.lower() == "safetensors":
-        carry_out_folder(FolderRequest(path, type, facts, output, limit, adapters, dry_run=dry_run, force=force, json=json))
+        carry_out_folder(FolderRequest(path, type, facts, target, limit, adapters, dry_run=dry_run, force=force, json=json))
         return
     if to.lower() in _PACKED:
-        carry_out_packed(PackedRequest(path, to.lower(), facts, output, limit, dry_run=dry_run, force=force, json=json))
+        carry_out_packed(PackedRequest(path, to.lower(), facts, target, limit, dry_run=dry_run, force=force, json=json))
         return
     carry_out(
         Request(
             path,
             recipe,
             {**facts, "imatrix": str(imatrix) if imatrix else None},
-            output=output,
+            output=target,
             imatrix=imatrix,
             pre=pre,
             drop_surplus=drop_surplus,

@@ -17,6 +17,7 @@ from llmctl.commands.conversion import (
     PreOption,
     Request,
     carry_out,
+    output_argument,
 )
 from llmctl.commands.options import JsonOption, ModelArgument, QuietOption, VerboseOption
 
@@ -70,7 +71,7 @@ def quantize(
             path,
             recipe,
             facts,
-            output=output,
+            output=output_argument(output),
             report=report,
             pure=pure,
             measure=True,

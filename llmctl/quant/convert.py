@@ -111,6 +111,8 @@ def make_plan(
     importance: to round with. FormatError if it is of another model, UsageError if it is needed and not there, or not needed.
     """
     _check_importance(source, recipe, importance)
+    if recipe is not None and not source.tensors:
+        raise FormatError(f"{source.path}: there are no tensors to make {recipe.name} of")
     chosen = _kept_types(source) if recipe is None else _chosen_types(source, recipe, pure, importance is not None)
     tensors = [
         PlannedTensor(tensor, choice.format, _nbytes(choice.format, tensor.shape), choice.replaced)

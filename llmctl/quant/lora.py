@@ -120,7 +120,9 @@ def _read_adapter(adapter: Adapter, weights: ModelWeights, needed: set[str]) -> 
     config = read_json_object(folder / _CONFIG)
     _refuse_others(folder, config)
     try:
-        pairs = _pairs(SafetensorsCheckpoint(folder / _WEIGHTS), weights, needed)
+        checkpoint = SafetensorsCheckpoint(folder / _WEIGHTS)
+        _check_saved_modules(config, checkpoint)
+        pairs = _pairs(checkpoint, weights, needed)
         _check_targets(folder, config, {name.removesuffix(".weight") for name in pairs}, needed)
         return {name: _product(folder, config, name, pair, adapter.scale, weights) for name, pair in pairs.items()}
     except LlmctlError as error:
@@ -171,6 +173,14 @@ def _pairs(checkpoint: SafetensorsCheckpoint, weights: ModelWeights, needed: set
     }
 
 
+def _check_saved_modules(config: dict[str, Any], checkpoint: SafetensorsCheckpoint) -> None:
+    """A module said to be saved whole must be there; what then becomes of it `_pairs` decides."""
+    modules = config.get("modules_to_save") or []
+    for module in modules if isinstance(modules, list) else [modules]:
+        if not any(f".{module}." in f".{name}" for name in checkpoint.names()):
+            raise FormatError(f"{quoted(module)} is among its modules_to_save, but has no tensors")
+
+
 def _is_copy(checkpoint: SafetensorsCheckpoint, stored: str, weights: ModelWeights) -> bool:
     """Whether it is the embedding or head as the model has it: PEFT saves them along when they are targets."""
     name = canonical_name(stored.removeprefix(_PREFIX).replace(".base_layer.", "."))
@@ -219,6 +229,9 @@ def _product(folder: Path, config: dict[str, Any], name: str, pair: _Pair, scale
     alpha = _by_pattern(folder, config, module, "alpha_pattern", "lora_alpha")
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
         raise FormatError(f"{name}: lora_A is {a.shape} and lora_B {b.shape}, expected rank {rank:g} between them")
+    for side, half in (("lora_A", a), ("lora_B", b)):
+        if not np.isfinite(dequantize(np.ascontiguousarray(half))).all():
+            raise FormatError(f"{name}: {side} holds NaN or infinity, so the adapter is damaged")
     product = _Product(a, b, scale * alpha / (sqrt(rank) if config.get("use_rslora") else rank), transposed)
     shape = weights.stored(name).shape
     if product.shape != tuple(shape):

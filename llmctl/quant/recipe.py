@@ -11,9 +11,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
-from llmctl.errors import UnsupportedError
+from llmctl.errors import UnsupportedError, UsageError
 from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.runtime.checkpoint.file_types import FILE_TYPES
 
@@ -247,13 +248,17 @@ class Choice:
 def recipe_by_name(name: str) -> Recipe | None:
     """The recipe of this name, whatever its case; None for "auto", which keeps what the source has.
 
-    Raises UnsupportedError for a type there is no encoder for, or none at all.
+    Raises UnsupportedError for a type there is no encoder for, UsageError for a name that none has.
     """
     if name.lower() == AUTO:
         return None
     if found := RECIPES.get(_ALIASES.get(name.upper(), name.upper())):
         return found
-    raise UnsupportedError(f"type {name!r} cannot be written; types are {AUTO}, {', '.join(RECIPES)}")
+    if name.upper() in FORMATS:
+        raise UnsupportedError(f"type {name!r} can be read, but not written; types are {AUTO}, {', '.join(RECIPES)}")
+    near = get_close_matches(name.upper(), [AUTO.upper(), *RECIPES], n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UsageError(f"there is no type {name!r}; {hint}Types are {AUTO}, {', '.join(RECIPES)}")
 
 
 def is_matrix(name: str, shape: Shape) -> bool:

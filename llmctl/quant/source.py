@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmctl.errors import UnsupportedError
+from llmctl.errors import UnsupportedError, UsageError
 from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.quant.packed_source import PackedFacts
 from llmctl.quant.rtn import Tensor
@@ -80,10 +80,12 @@ def open_source(
     path: a GGUF file or a Hugging Face folder (or its weights). pre: name of the pre-tokenizer rule to write, for a
     tokenizer whose own is not recognised. drop_surplus: leave out tokens of a folder that have no row in the embedding.
     adapters: LoRA adapters to add to the weights.
-    Raises FormatError, UnsupportedError, ModelNotFoundError.
+    Raises FormatError, UnsupportedError, ModelNotFoundError; UsageError for drop_surplus of a GGUF file.
     """
     checkpoint = open_checkpoint(path)
     if isinstance(checkpoint, GgufCheckpoint):
+        if drop_surplus:
+            raise UsageError(f"--drop-surplus is about the tokens of a folder; {path} is a GGUF file")
         source = _gguf_source(checkpoint, pre)
         return _with_adapters(source, checkpoint, adapters) if adapters else source
     from llmctl.quant.huggingface import read_folder

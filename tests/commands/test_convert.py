@@ -125,8 +125,11 @@ def test_a_dry_run_says_it_all_and_writes_nothing(call: Callable[..., Any], scri
     [
         (["-o", "taken.gguf"], 1, "taken.gguf: exists already; --force replaces it, -o names another file"),
         (["-o", "missing/x.gguf"], 1, "missing/x.gguf: the folder missing does not exist"),
-        (["--type", "IQ2_XS"], 1, "type 'IQ2_XS' cannot be written; types are auto, F32"),
-        (["--to", "onnx"], 1, "--to onnx: only gguf, safetensors, gptq"),
+        (["-o", "missing/"], 2, "-o missing/: there is no such folder"),
+        (["-o", ""], 2, "-o: the name of the output is empty"),
+        (["--type", "IQ2_XS"], 1, "type 'IQ2_XS' can be read, but not written; types are auto, F32"),
+        (["--type", "Q4_KM"], 2, "there is no type 'q4_km'; did you mean q4_k_m?"),
+        (["--to", "onnx"], 2, "--to onnx: there is no such target; targets are gguf, safetensors, gptq"),
         (["--to", "safetensors", "--type", "Q8_0"], 2, "--type q8_0: a safetensors folder has auto, f16, bf16, f32"),
         (["--to", "safetensors", "-o", "taken.gguf"], 1, "taken.gguf: is a file"),
         (["--pre", "nonsense"], 1, "unknown pre-tokenizer rule 'nonsense'"),

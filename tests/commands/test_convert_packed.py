@@ -89,7 +89,7 @@ def test_convert_between_layouts(llmctl: RunLlmctl, models: dict[str, Path], tmp
         (("fp8", "--to", "gptq"), 1, "holds F8_E4M3, gptq is of whole numbers"),
         (("gptq-values", "--to", "awq"), 1, "no weight here is quantized"),
         (("gptq", "--to", "awq", "--type", "Q4_0"), 2, "--to awq keeps the codes as they are"),
-        (("gptq", "--to", "exl2"), 1, "--to exl2"),
+        (("gptq", "--to", "exl2"), 2, "--to exl2"),
     ],
 )
 def test_refusals_are_one_line(

@@ -161,6 +161,8 @@ BAD = [
     ({Q0: 4, UP1: 4}, {"target_modules": [Q0]}, {}, FormatError, "up_proj, which is not among its target_modules"),
     ({Q0: 4}, {"target_modules": "("}, {}, FormatError, "are no names"),
     ({Q0: 4}, {}, {f"{PREFIX}{Q0}.lora_B.weight": np.ones((64, 4), np.float32)}, FormatError, "another model's adapter"),
+    ({Q0: 4}, {}, {f"{PREFIX}{Q0}.lora_B.weight": np.full((192, 4), np.nan, np.float32)}, FormatError, "lora_B holds NaN or"),
+    ({Q0: 4}, {"modules_to_save": ["lm_head"]}, {}, FormatError, "'lm_head' is among its modules_to_save, but has no"),
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from model_shapes import MODELS, summary
 
-from llmctl.errors import UnsupportedError
+from llmctl.errors import UnsupportedError, UsageError
 from llmctl.kernels.formats.codecs import can_quantize
 from llmctl.quant.recipe import RECIPES, ModelFacts, choose_types, model_facts, recipe_by_name
 
@@ -115,5 +115,7 @@ def test_names_of_any_case_and_short_ones() -> None:
     assert recipe_by_name("q4_0") is RECIPES["Q4_0"]
     assert recipe_by_name("q4_k") is RECIPES["Q4_K_M"]
     assert recipe_by_name("Auto") is None
-    with pytest.raises(UnsupportedError, match=r"'IQ2_XS' cannot be written; types are auto, F32.*Q4_0.*Q4_K_M"):
+    with pytest.raises(UnsupportedError, match=r"'IQ2_XS' can be read, but not written; types are auto, F32.*Q4_0.*Q4_K_M"):
         recipe_by_name("IQ2_XS")
+    with pytest.raises(UsageError, match=r"no type 'q4km'; did you mean Q4_K_M\? Types are auto, F32"):
+        recipe_by_name("q4km")

@@ -120,6 +120,13 @@ def test_a_key_the_architecture_needs(gguf: Path, key: str) -> None:
     assert messages(report, "model") == [f"error: : metadata key '{key}' must be a number, found nothing"]
 
 
+def test_a_tensor_that_the_architecture_does_not_know(gguf: Path) -> None:
+    """It may be a needed one under a wrong name: nobody can run such a file."""
+    data = gguf.read_bytes()
+    gguf.write_bytes(data.replace(b"blk.1.attn_q.weight", b"blk.1.attn_X.weight", 1))
+    assert messages(verify(gguf), "model") == ["error: : tensor 'blk.1.attn_X.weight' has no place in a llama model"]
+
+
 def test_an_architecture_that_is_not_known(gguf: Path) -> None:
     """What all have in common is checked all the same, and what was not is said."""
     report = verify(rewrite(gguf, lambda metadata: metadata.update({"general.architecture": "mamba"})))

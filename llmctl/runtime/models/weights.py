@@ -195,7 +195,7 @@ class _GgufSource:
         translated = {name: self.family.gguf_names.to_hf(name) for name in names if name not in FACTOR_TENSORS}
         unknown = [name for name, hf in translated.items() if hf is None]
         if unknown:
-            raise UnsupportedError(
+            raise FormatError(
                 f"{checkpoint.path}: tensor {quoted(unknown[0])} has no place in a {self.family.name} model"
                 + (f" (and {len(unknown) - 1} more)" if unknown[1:] else "")
             )
