@@ -250,6 +250,14 @@ struct UnpackedScratch {
   uint8_t* scalars;
 };
 
+// Asks for blocks first .. first + count - 1 of a tile, which are unpacked once the chunk at hand has met all tokens.
+template <class L> LLMCTL_INLINE void ask_for_chunk(const PackedMatrix& matrix, int64_t tile, int64_t first, int64_t count) {
+  const int64_t blocks = unit_blocks<L>(matrix), unit_bytes = layout_info(matrix.layout, matrix.group_size).tile_bytes;
+  const uint8_t* begin = matrix.tile(tile) + first / blocks * unit_bytes;
+  const int64_t bytes = (first % blocks + count + blocks - 1) / blocks * unit_bytes;
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(begin + i, 0, 2);
+}
+
 template <class L, int Tiles>
 void unpacked_tiles(const PackedMatrix& matrix, int64_t tile, const Activations& x, const UnpackedScratch& scratch, float* y,
                     int64_t stride) {
@@ -257,6 +265,8 @@ void unpacked_tiles(const PackedMatrix& matrix, int64_t tile, const Activations&
   for (int64_t first = 0; first < blocks; first += kChunkBlocks) {
     int64_t count = blocks - first < kChunkBlocks ? blocks - first : kChunkBlocks;
     for (int i = 0; i < Tiles; ++i) unpack_chunk<L>(matrix, tile + i, first, count, scratch.chunks[i]);
+    const bool is_last = first + count == blocks;
+    for (int i = 0; i < Tiles; ++i) ask_for_chunk<L>(matrix, tile + i + (is_last ? Tiles : 0), is_last ? 0 : first + count, kChunkBlocks);
     add_chunk_to_all<typename ShapeOf<L>::Type, Tiles>(scratch.chunks, first, count, x, scratch.scalars, scratch.sums);
   }
   store_sums<Tiles>(matrix, tile, x.tokens, scratch.sums, y, stride);

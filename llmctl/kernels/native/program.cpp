@@ -11,7 +11,7 @@ constexpr int64_t kOwnRows = 8192;           // elements up to which every worke
 constexpr int64_t kCodesInCache = 1 << 20;   // bytes of activations that stay in a core's second-level cache
 constexpr int64_t kChunksPerWorker = 8;
 constexpr int64_t kMostTiles = 64;           // tiles in one chunk of work
-constexpr int64_t kPrefillTiles = 8;         // the same where many tokens share it
+constexpr int64_t kPrefillTiles = 16;        // the same where many tokens share it
 constexpr std::chrono::milliseconds kPollInterval{50};
 constexpr int64_t kPrefetch = 32 << 10;      // bytes of the next phase's weights that are asked for before meeting
 
