@@ -249,6 +249,7 @@ def active_isa(forced: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.unchecked  # its child processes run on the processor as it is
 def test_the_instruction_set_can_be_forced() -> None:
     assert active_isa("").stdout.strip() == native.available_isas()[0]
     for isa in native.available_isas():

@@ -225,6 +225,7 @@ def test_a_second_thread_is_refused_while_a_step_runs() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs setitimer")
+@pytest.mark.unchecked  # by the clock
 def test_a_signal_handler_ends_a_long_step() -> None:
     step = Step(LAYERS, threads=2)
 
