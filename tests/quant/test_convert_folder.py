@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tiny_models import MODELS
 
 from llmctl.errors import FormatError, UnsupportedError
 from llmctl.quant.convert import Written
@@ -22,23 +23,6 @@ from llmctl.runtime.loading import load_model, sampling_defaults
 Convert = Callable[..., Written]
 Tiny = Callable[..., Path]
 UP = "model.layers.1.mlp.up_proj.weight"
-
-MODELS = {
-    "llama": {},
-    "llama-tied": {"tie_word_embeddings": True},
-    "llama-biases": {"attention_bias": True, "mlp_bias": True},
-    "llama-multi_query": {"num_key_value_heads": 1},
-    "llama-multi_head": {"num_key_value_heads": 6},
-    "llama-spm": {"tokenizer": "sentencepiece"},
-    **{f"llama-{rope}": {"rope": rope} for rope in ("linear", "llama3", "yarn", "longrope")},
-    "mistral": {},
-    "mistral-no_window": {"sliding_window": None},
-    "gemma3": {},
-    "gemma3-untied": {"tie_word_embeddings": False},
-    "gemma3-softcap": {"final_logit_softcapping": 1.5},
-    "gemma3-bpe": {"tokenizer": "bpe"},
-    **{f"gemma3-{rope}": {"rope": rope} for rope in ("linear", "yarn")},
-}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -190,9 +174,7 @@ def test_by_default_the_type_is_kept_bit_by_bit(changed: Any, convert: Convert, 
         assert checkpoint.read("blk.1.ffn_up.weight").tobytes() == weight.tobytes()
         assert checkpoint.metadata["general.file_type"] == 32
         assert checkpoint.entry("blk.1.ffn_norm.weight").format.name == "F32"
-    assert written.warnings == [
-        f"tensor '{UP}' (blk.1.ffn_up.weight) holds NaN or infinity (row 3, column 3), copied as it is"
-    ]
+    assert written.warnings == [f"tensor '{UP}' (blk.1.ffn_up.weight) holds NaN or infinity (row 3, column 3), copied as it is"]
 
 
 def test_widening_keeps_nan_with_a_warning(changed: Any, convert: Convert, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 import transformers
 from make_packed_model import Choices, make_packed_model
 from safetensors.numpy import load_file, save_file
+from tiny_models import MODELS
 
 from llmctl.errors import FormatError, OutputError, UnsupportedError, UsageError
 from llmctl.quant.convert import Written
@@ -26,23 +27,6 @@ from llmctl.runtime.loading import load_model
 Convert = Callable[..., Written]
 Tiny = Callable[..., Path]
 IDS = np.random.default_rng(5).integers(3, 250, 40).tolist()
-
-MODELS = {
-    "llama": {},
-    "llama-tied": {"tie_word_embeddings": True},
-    "llama-biases": {"attention_bias": True, "mlp_bias": True},
-    "llama-multi_query": {"num_key_value_heads": 1},
-    "llama-multi_head": {"num_key_value_heads": 6},
-    "llama-spm": {"tokenizer": "sentencepiece"},
-    **{f"llama-{rope}": {"rope": rope} for rope in ("linear", "llama3", "yarn", "longrope")},
-    "mistral": {},
-    "mistral-no_window": {"sliding_window": None},
-    "gemma3": {},
-    "gemma3-untied": {"tie_word_embeddings": False},
-    "gemma3-softcap": {"final_logit_softcapping": 1.5},
-    "gemma3-bpe": {"tokenizer": "bpe"},
-    **{f"gemma3-{rope}": {"rope": rope} for rope in ("linear", "yarn")},
-}
 
 
 def to_folder(source: Path, output: Path, type_name: str = "auto", **options: Any) -> FolderWritten:
@@ -254,9 +238,7 @@ def test_what_cannot_be_written_so(tiny: Tiny, changed: Any, convert: Convert, t
     with pytest.raises(UsageError, match="--type Q4_0: a safetensors folder has auto, F16, BF16, F32"):
         plan_folder(gguf, "Q4_0")
     sizes = {"q": 192, "k": 64, "v": 64}
-    biases = {
-        f"model.layers.{i}.self_attn.{x}_proj.bias": np.ones(n, np.float32) for i in range(3) for x, n in sizes.items()
-    }
+    biases = {f"model.layers.{i}.self_attn.{x}_proj.bias": np.ones(n, np.float32) for i in range(3) for x, n in sizes.items()}
     lopsided = changed("llama", biases, {"attention_bias": True, "attention_out_bias": False})
     odd = convert(lopsided, tmp_path / "odd.gguf").output
     with pytest.raises(UnsupportedError, match=r"odd\.gguf: config\.json cannot say attention_out_bias = False"):
