@@ -41,7 +41,7 @@ def ensure_gguf(out: Path, model: str) -> Path:
     model: a key of FP16_FOLDERS. Raises what the store raises (DownloadError, OutputError).
     """
     target = out / gguf_name(model)
-    with _locked(out, target.name):
+    with locked(out, target.name):
         if not target.exists():
             from llmctl.runtime.store import pull_model
 
@@ -53,7 +53,7 @@ def ensure_fp16(out: Path, model: str) -> Path:
     """The model's half-precision Hugging Face folder inside `out`, made from its GGUF if it is not there yet."""
     gguf_path = ensure_gguf(out, model)
     target = out / FP16_FOLDERS[model]
-    with _locked(out, target.name):
+    with locked(out, target.name):
         if not target.exists():
             with tempfile.TemporaryDirectory(dir=out, prefix=f".{target.name}-") as scratch:
                 folder = Path(scratch) / target.name
@@ -63,7 +63,7 @@ def ensure_fp16(out: Path, model: str) -> Path:
 
 
 @contextmanager
-def _locked(out: Path, name: str) -> Iterator[None]:
+def locked(out: Path, name: str) -> Iterator[None]:
     """Hold the lock of one result, so that a second process waits for the first instead of repeating its work."""
     out.mkdir(parents=True, exist_ok=True)
     with FileLock(out / f".{name}.lock"):
@@ -87,9 +87,7 @@ def unfold(gguf_path: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source = {"pretrained_model_name_or_path": gguf_path.parent, "gguf_file": gguf_path.name}
-    model = AutoModelForCausalLM.from_pretrained(
-        **source, dtype=torch.float16, quantization_config=GgufConfig(dequantize=True)
-    )
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float16, quantization_config=GgufConfig(dequantize=True))
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
     if model.config.model_type == "gemma3_text":

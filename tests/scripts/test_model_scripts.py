@@ -8,9 +8,15 @@ import sys
 from pathlib import Path
 
 import get_models
+import make_dithered_model
+import numpy as np
 import pytest
 import sentencepiece
+import torch
 from make_tiny_model import FAMILIES, make_tiny_model
+
+from llmctl.kernels.formats.codecs import dequantize, quantize
+from llmctl.kernels.formats.spec import FORMATS
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,3 +121,15 @@ def test_both_real_models_are_complete(
     for folder, tokenizer in ((smollm2_fp16, "tokenizer.json"), (gemma3_fp16, "tokenizer.model")):
         for name in ("config.json", "model.safetensors", "tokenizer_config.json", tokenizer):
             assert (folder / name).is_file()
+
+
+def test_noise_reaches_half_a_step_of_each_block(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    stored = quantize(rng.normal(size=(8, 64)).astype(np.float32), FORMATS["Q4_1"])
+    steps = make_dithered_model.steps_of(stored)
+    grid = dequantize(stored)
+    assert np.allclose(np.diff(np.unique(grid[3, 32:])).min(), steps[3, 63], rtol=1e-3)
+    moved = make_dithered_model.dithered(torch.from_numpy(grid).half(), steps, torch.Generator().manual_seed(1)).numpy()
+    noise = (moved - grid) / steps
+    assert np.abs(noise).max() <= 0.51  # the weights are rounded to float16
+    assert np.abs(noise).mean() == pytest.approx(0.25, abs=0.03)
