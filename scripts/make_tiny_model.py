@@ -75,6 +75,10 @@ MINISTRAL3_ROPE = {
 LAYER_NORM = {key: value for key, value in PHI3.items() if key != "rms_norm_eps"}
 COHERE = {**LAYER_NORM, "num_hidden_layers": 4, "layer_norm_eps": 1e-5, "tie_word_embeddings": True}
 MISTRAL = {key: value for key, value in LLAMA.items() if key not in ("attention_bias", "mlp_bias")} | {"sliding_window": 8}
+GPT2 = {
+    **{"vocab_size": 384, "n_embd": 96, "n_inner": 160, "n_layer": 3, "n_head": 6, "n_positions": CONTEXT},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+}
 FAMILIES = {
     "llama": ("LlamaConfig", LLAMA),
     "mistral": ("MistralConfig", MISTRAL),
@@ -106,6 +110,7 @@ FAMILIES = {
         "Cohere2Config",
         {**COHERE, "sliding_window": 8, "layer_types": [*["sliding_attention"] * 3, "full_attention"], "logit_scale": 0.7},
     ),
+    "gpt2": ("GPT2Config", GPT2),
     "exaone4": ("Exaone4Config", {**WINDOWED, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}),
 }
 DEFAULT_THETA = {"gemma3": 1_000_000.0}  # 10_000 for the others
@@ -196,7 +201,8 @@ def tiny_config(family: str, *, rope: str | dict[str, Any] = "default", **choice
     if "layer_types" in defaults and "layer_types" not in choices:
         layers = settings["num_hidden_layers"]
         settings["layer_types"] = (defaults["layer_types"] * layers)[:layers]
-    settings.setdefault("rope_parameters", _rope_parameters(family, rope))
+    if "rope_parameters" in known:
+        settings.setdefault("rope_parameters", _rope_parameters(family, rope))
     return config_class(**settings)
 
 
@@ -220,12 +226,13 @@ def randomize(model, seed: int) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
-            if name.endswith("norm.weight"):
+            if name.endswith("norm.weight") or (".ln_" in name and name.endswith("weight")):
                 # Gemma's norms multiply by one plus the stored weight and start at zero; the others start at one.
                 parameter.copy_(parameter.mean().round() + 0.2 * noise)
             elif parameter.ndim == 2 and "embed_tokens" not in name:
-                gain = 2.0 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj")) else 1.0
-                parameter.copy_(noise * gain / parameter.shape[1] ** 0.5)
+                gain = 2.0 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "c_attn")) else 1.0
+                fan_in = parameter.shape[0 if ".h." in name else 1]  # of GPT-2's modules, which are no Linear
+                parameter.copy_(noise * gain / fan_in**0.5)
             elif parameter.ndim == 2:
                 parameter.copy_(noise / parameter.shape[1] ** 0.5)
             else:

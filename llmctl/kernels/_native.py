@@ -33,6 +33,8 @@ _SHORT_STEP = 4
 """Tokens up to which a step is too short to be interrupted."""
 _WANTED: Any = object()
 """Stands for the rows of a step while there is none: a program is given them with every step."""
+_POSITIONS: Any = object()
+"""Stands for the positions of a step's tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +135,8 @@ class NativeOps:
 
     def embedding(self, token_ids: Value, table: Any, scale: float = 1.0) -> Value:
         order, table = (table.order, table.packed) if isinstance(table, _Reordered) else (None, table)
-        x = self._record("embedding", (), (table.columns,), weight=table, factor=scale)[0]
+        of_positions = token_ids is _POSITIONS
+        x = self._record("embedding", (), (table.columns,), weight=table, factor=scale, source=int(of_positions))[0]
         return x if order is None else self._take_columns(x, np.argsort(order).astype(np.int32))
 
     def _take_columns(self, x: Value, order: np.ndarray) -> Value:
@@ -222,7 +225,7 @@ def _symbolic_batch(graph: Graph, rotary_halves: list[int]) -> BatchDescription:
     """A batch whose arrays are known by name only: a program reads them from each step's input."""
     return BatchDescription(
         token_ids=None,
-        positions=None,
+        positions=_POSITIONS,
         slot_mapping=None,
         inv_freqs=graph.add("inv_freqs", (), *((half,) for half in rotary_halves)).outputs,
         cu_seqlens_q=[],

@@ -49,12 +49,15 @@ def config_json(config: ModelConfig, family: Family, form: Format, facts: Facts 
         **special_ids(facts, config),
         "use_cache": True,
     }
+    values = {family.hf_spelling.get(key, key): value for key, value in values.items()}
     check_config_json(config, family, values)
     return values
 
 
 def _rope_keys(config: ModelConfig) -> dict[str, Any]:
     rope, local = global_and_local_rope(config)
+    if rope is None:
+        return {}
     keys = {"rope_theta": round_trip(rope.theta), "rope_scaling": rope_scaling(rope)}
     if rope.rotary_dim != config.head_dim:
         keys["partial_rotary_factor"] = rope.rotary_dim / config.head_dim

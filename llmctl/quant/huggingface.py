@@ -12,6 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmctl.errors import LlmctlError, UnsupportedError
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.plain import shifted
@@ -173,11 +175,19 @@ def gguf_reader(weights: MergedWeights, name: str) -> Callable[[], Tensor]:
         return lambda: _interleaved(weights, name, heads)
     if spelling.has_offset_norm(name):
         return lambda: shifted(dequantize(weights.read(name)), 1)
+    if weights.is_transposed(name):
+        return lambda: _contiguous(weights, name)
     return lambda: weights.read(name)
 
 
 def _interleaved(weights: MergedWeights, name: str, heads: int) -> Tensor:
     rows = interleave_rows(weights.read(name), heads)  # a copy
+    weights.release(name)
+    return rows
+
+
+def _contiguous(weights: MergedWeights, name: str) -> Tensor:
+    rows = np.array(weights.read(name), order="C")
     weights.release(name)
     return rows
 

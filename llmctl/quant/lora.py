@@ -21,7 +21,7 @@ from llmctl.quant.rtn import Tensor
 from llmctl.runtime.checkpoint.files import exists, read_json_object
 from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
 from llmctl.runtime.checkpoint.text import quoted
-from llmctl.runtime.models.weights import ModelWeights, canonical_name
+from llmctl.runtime.models.weights import ModelWeights
 
 _CONFIG, _WEIGHTS, _PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _PREFIX = "base_model.model."
@@ -104,6 +104,10 @@ class MergedWeights:
             product.add_to(weight)
         return weight
 
+    def is_transposed(self, name: str) -> bool:
+        """As `ModelWeights.is_transposed`."""
+        return self._weights.is_transposed(name)
+
     def release(self, name: str) -> None:
         """As `ModelWeights.release`."""
         self._weights.release(name)
@@ -123,7 +127,9 @@ def _read_adapter(adapter: Adapter, weights: ModelWeights, needed: set[str]) -> 
         checkpoint = SafetensorsCheckpoint(folder / _WEIGHTS)
         _check_saved_modules(config, checkpoint)
         pairs = _pairs(checkpoint, weights, needed)
-        _check_targets(folder, config, {name.removesuffix(".weight") for name in pairs}, needed)
+        spelled = weights.family.hf_names.to_folder
+        found = {spelled(name).removesuffix(".weight") for name in pairs}
+        _check_targets(folder, config, found, set(map(spelled, needed)))
         return {name: _product(folder, config, name, pair, adapter.scale, weights) for name, pair in pairs.items()}
     except LlmctlError as error:
         raise type(error)(str(error) if str(folder) in str(error) else f"{folder}: {error}") from error
@@ -158,7 +164,7 @@ def _pairs(checkpoint: SafetensorsCheckpoint, weights: ModelWeights, needed: set
             raise UnsupportedError(
                 f"tensor {quoted(stored)} is no part of a LoRA product (modules trained as a whole are not merged)"
             )
-        weight = canonical_name(f"{found['module']}.weight")
+        weight = weights.canonical(f"{found['module']}.weight")
         if weight not in needed:
             raise FormatError(f"tensor {quoted(stored)} is for {quoted(found['module'])}, which the model does not have")
         if sides.setdefault(weight, {}).setdefault(found["side"], stored) != stored:
@@ -183,7 +189,7 @@ def _check_saved_modules(config: dict[str, Any], checkpoint: SafetensorsCheckpoi
 
 def _is_copy(checkpoint: SafetensorsCheckpoint, stored: str, weights: ModelWeights) -> bool:
     """Whether it is the embedding or head as the model has it: PEFT saves them along when they are targets."""
-    name = canonical_name(stored.removeprefix(_PREFIX).replace(".base_layer.", "."))
+    name = weights.canonical(stored.removeprefix(_PREFIX).replace(".base_layer.", "."))
     if name not in weights:
         return False
     there, here = checkpoint.read(stored), weights.read(name)

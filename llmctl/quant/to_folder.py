@@ -66,11 +66,14 @@ Files = tuple[dict[str, bytes], list[str]]  # name → content, and warnings
 
 @dataclass(frozen=True)
 class FolderTensor:
-    """One tensor to be written. name: Hugging Face's. source: how it is stored where it is read. shape: torch order."""
+    """One tensor to be written. name: ours. source: how it is stored where it is read. written: the name in the folder.
+    shape: torch order, as written. transposed: with its axes swapped."""
 
     name: str
     source: str
+    written: str
     shape: tuple[int, ...]
+    transposed: bool
 
     @property
     def num_elements(self) -> int:
@@ -146,8 +149,10 @@ def _sources(checkpoint: GgufCheckpoint | SafetensorsCheckpoint) -> list[Path]:
 
 
 def _tensor(weights: ModelWeights, name: str) -> FolderTensor:
-    stored = weights.stored(name)
-    return FolderTensor(name, stored.form, stored.shape)
+    stored, spelling = weights.stored(name), weights.family.hf_names
+    transposed = spelling.is_transposed(name)
+    shape = stored.shape[::-1] if transposed else stored.shape
+    return FolderTensor(name, stored.form, spelling.to_folder(name), shape, transposed)
 
 
 def _chosen_type(tensors: list[FolderTensor], type_name: str) -> Format:
@@ -229,9 +234,9 @@ def write_folder(
         folder.require(plan.nbytes + sum(map(len, plan.files.values())))
         with SafetensorsWriter(folder.work, max_shard_bytes=max_shard_bytes) as writer:
             for tensor in plan.tensors:
-                writer.declare(tensor.name, plan.form, tensor.shape)
+                writer.declare(tensor.written, plan.form, tensor.shape)
             for tensor in plan.tensors:
-                writer.write(tensor.name, _parts(plan, tensor, written))
+                writer.write(tensor.written, _parts(plan, tensor, written))
                 plan.weights.release(tensor.name)
                 done += tensor.num_elements * PLAIN_DTYPES[plan.form.name].itemsize
                 if progress is not None:
@@ -248,10 +253,13 @@ def _parts(plan: FolderPlan, tensor: FolderTensor, written: FolderWritten) -> It
     changed = odd = False
     try:
         stored = plan.weights.read(tensor.name)
+        was_plain = isinstance(stored, np.ndarray)
+        if tensor.transposed:  # only whole rows of the one are columns of the other
+            stored = np.ascontiguousarray((stored if was_plain else dequantize(stored)).T)
         for rows in _chunks(stored):
             part = cast(rows if isinstance(rows, np.ndarray) else dequantize(rows), plan.form)
             yield part
-            if not isinstance(stored, np.ndarray) or not isinstance(rows, np.ndarray):
+            if not was_plain or not isinstance(rows, np.ndarray):
                 continue  # it was rounded when it was quantized
             if rows.dtype != part.dtype:
                 changed = changed or not np.array_equal(part.astype(rows.dtype), rows)

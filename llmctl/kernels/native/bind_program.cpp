@@ -46,6 +46,7 @@ struct Owner {
 struct OwningProgram : Owner {
   Program program;
   int64_t vocabulary = kUnlimited;   // ids that every embedding has a row for
+  int64_t positions = kUnlimited;    // the same of embedded positions
   std::vector<int64_t> halves;       // of the frequencies, source by source; 0: not read
   std::vector<bool> is_rows;         // buffer by buffer
   std::atomic<bool> running{false};
@@ -54,7 +55,10 @@ struct OwningProgram : Owner {
   int64_t num_slots() const { return num_pages == kUnlimited ? kUnlimited : num_pages * kPageTokens; }
 
   void limit_by(const RowOp& op) {
-    if (op.kind == RowKind::Embedding) vocabulary = std::min(vocabulary, op.table.rows);
+    if (op.kind == RowKind::Embedding) {
+      int64_t& limit = op.source ? positions : vocabulary;
+      limit = std::min(limit, op.table.rows);
+    }
     if (op.kind != RowKind::Angles) return;
     halves.resize(std::max(halves.size(), static_cast<size_t>(op.source) + 1));
     halves[op.source] = program.width(op.out);
@@ -201,7 +205,7 @@ Logits run(nb::handle_t<OwningProgram> handle, const Ids& token_ids, const Ids& 
   require(result >= 0 && result < static_cast<int>(self.is_rows.size()), "the result is none of the buffers");
   require(self.is_rows[result] || static_cast<int64_t>(rows.size()) <= tokens, "more rows than tokens are asked for");
   require_range(token_ids, 0, self.vocabulary, "a token id");
-  require_range(positions, 0, kUnlimited, "a position");
+  require_range(positions, 0, self.positions, "a position");
   require_range(slots, -1, self.num_slots(), "a slot");
   require_range(rows, 0, tokens, "a row of logits");
   StepInput input{tokens, token_ids.data(), positions.data(), slots.data(), static_cast<int64_t>(rows.size()), rows.data(),

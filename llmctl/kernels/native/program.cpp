@@ -335,7 +335,7 @@ void Program::MatrixPhase::program_row(Program& program, Worker& worker, const R
   const int64_t width = op.out < 0 ? 0 : program.buffers_[op.out].width;
   switch (op.kind) {
     case RowKind::Embedding:
-      kernels.dequantize_row(op.table, step.token_ids[row], out);
+      kernels.dequantize_row(op.table, (op.source ? step.positions : step.token_ids)[row], out);
       if (op.factor != 1.0f) kernels.scale(out, op.factor, width, out);
       break;
     case RowKind::Angles: {

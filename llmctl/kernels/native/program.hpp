@@ -30,7 +30,7 @@ enum class Domain : int32_t { Tokens, Rows };
 enum class RowKind : int32_t { Embedding, Angles, RmsNorm, LayerNorm, Rotary, Gated, Add, Scale, Growth, Softcap, Take, Store, Fit, Gather };
 
 // One operation on a row. Numbers are buffers (-1: none); their widths are known to the program.
-//   Embedding  out = table[token id] * factor
+//   Embedding  out = table[token id, or position where source is 1] * factor
 //   Angles     out, out2 = cos, sin of position * frequencies[source], times factor
 //   RmsNorm    every `width` elements of a by themselves, times weight
 //   LayerNorm  a without its mean, as RmsNorm over all of it, plus bias where there is one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from llmctl.kernels.formats.quant_tensor import QuantTensor
 
 Tensor = np.ndarray | QuantTensor | PackedIntTensor
 
-_LAYER = re.compile(r"^(model\.layers|blk)\.(\d+)\.(.+)$")
+_LAYER = re.compile(r"^(model\.layers|blk|transformer\.h)\.(\d+)\.(.+)$")
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,38 @@ class GgufNames:
     def has_offset_norm(self, hf_name: str) -> bool:
         """True when GGUF stores 1 + w for this tensor."""
         return self.plus_one and hf_name.endswith("norm.weight")
+
+
+@dataclass(frozen=True)
+class HfNames:
+    """How a family's Hugging Face folders spell their tensors, where that is not what this program calls them.
+
+    top / layer: canonical module → module in the folder, as in `GgufNames`; empty where nothing is renamed. layers: what stands
+    before a layer's number. bare: what older folders leave out before every name. transposed: canonical layer modules whose
+    weight is stored as (in_features, out_features).
+    """
+
+    top: dict[str, str] = field(default_factory=dict)
+    layer: dict[str, str] = field(default_factory=dict)
+    layers: str = "model.layers"
+    bare: str = ""
+    transposed: frozenset[str] = frozenset()
+
+    def to_canonical(self, name: str) -> str:
+        """Our name of a tensor in a folder; one that is not in the table stays what it is."""
+        if not self.top:
+            return name
+        whole = name if name.startswith((self.bare, *self.top.values())) else self.bare + name
+        return _translate(whole, _inverse(self.top), _inverse(self.layer), "model.layers") or name
+
+    def to_folder(self, name: str) -> str:
+        """The reverse."""
+        return _translate(name, self.top, self.layer, self.layers) or name
+
+    def is_transposed(self, name: str) -> bool:
+        """Whether folders store the tensor of this canonical name with its axes swapped."""
+        found = _LAYER.match(name)
+        return found is not None and found[3].removesuffix(".weight") in self.transposed
 
 
 def _inverse(table: dict[str, str]) -> dict[str, str]:

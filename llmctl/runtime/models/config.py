@@ -54,7 +54,7 @@ class ModelConfig:
     above v and gate above up. rope_interleaved: stored q and k rows are in the order of pairs side by side. layer_norm: all
     norms take the mean away (norm_bias: and add a bias). gated_mlp: down(act(gate) · up), else c_proj(act(c_fc)). parallel:
     attention and MLP read the same normed input. query_growth: queries grow with the logarithm of how many original contexts
-    precede them, at this rate.
+    precede them, at this rate. learned_positions: a vector for every position is added to the embedded tokens.
     """
 
     family: str
@@ -88,6 +88,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     query_growth: float | None = None
+    learned_positions: bool = False
     attention_softcap: float | None = None
     final_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -64,6 +64,10 @@ class Decoder:
         config = weights.config
         self.ops, self.config = ops, config
         self.embed_tokens = Linear.read(ops, weights, "model.embed_tokens", (config.vocab_size, config.hidden_size))
+        self.embed_positions = None
+        if config.learned_positions:
+            shape = (config.max_position_embeddings, config.hidden_size)
+            self.embed_positions = Linear.read(ops, weights, "model.embed_positions", shape)
         self.layers = []
         for index, choices in enumerate(config.layers):
             self.layers.append(DecoderLayer(ops, config, choices, weights, index))
@@ -80,6 +84,8 @@ class Decoder:
         ops, config = self.ops, self.config
         self.tables.prepare(batch)
         x = ops.embedding(batch.token_ids, self.embed_tokens.weight, config.embedding_scale)
+        if self.embed_positions is not None:
+            x = ops.add(x, ops.embedding(batch.positions, self.embed_positions.weight))
         for layer in self.layers[:-1]:
             x = layer.forward(x, batch, cache, self.tables)
         # What follows the last attention is computed for the tokens whose logits are wanted.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmctl.runtime.checkpoint.names import GgufNames
+from llmctl.runtime.checkpoint.names import GgufNames, HfNames
 from llmctl.runtime.models.config import ModelConfig
 
 LAYER_NORM_EPS = "attention.layer_norm_epsilon"
@@ -26,6 +26,8 @@ class Family:
     eps_keys: what config.json and, below `{arch}.`, GGUF call the number that norms add.
     gguf_numbers: config key → GGUF key below `{arch}.`, for numbers only this family has; written from hf_keys.
     gguf_window_pattern: GGUF says layer by layer whether there is a window.
+    hf_names: tensor names of folders, where they are not the usual ones. hf_spelling: usual config key → what config.json calls
+    it instead.
     """
 
     name: str
@@ -39,4 +41,5 @@ class Family:
     eps_keys: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
     gguf_numbers: Mapping[str, str] = field(default_factory=dict)
     gguf_window_pattern: bool = False
-
+    hf_names: HfNames = field(default_factory=HfNames)
+    hf_spelling: Mapping[str, str] = field(default_factory=dict)

@@ -58,7 +58,7 @@ def config_from_gguf(
         raise FormatError("the file has no tensor 'token_embd.weight'")
     config["vocab_size"] = shapes["token_embd.weight"][0]
     config["tie_word_embeddings"] = "output.weight" not in shapes
-    config["attention_bias"] = "blk.0.attn_q.bias" in shapes
+    config["attention_bias"] = not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(shapes)
     config["attention_out_bias"] = "blk.0.attn_output.bias" in shapes
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in shapes
     config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in shapes
@@ -192,7 +192,7 @@ def metadata_from_config(config: ModelConfig, family: Family) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "rms_norm_eps": float(config.rms_norm_eps),
-        "rope_theta": ropes[0].theta,
+        "rope_theta": ropes[0].theta if ropes[0] else None,
         "head_dim": config.head_dim,
         "sliding_window": windows[0] if windows else None,
         "rope_local_base_freq": ropes[1].theta if ropes[1] else None,
@@ -202,25 +202,26 @@ def metadata_from_config(config: ModelConfig, family: Family) -> dict[str, Any]:
     spelled = [(hf, family.eps_keys[1] if hf == "rms_norm_eps" else key) for hf, key, _ in _KEYS]
     keys = {f"{arch}.{key}": values[hf] for hf, key in spelled if values[hf] is not None}
     keys[f"{arch}.attention.value_length"] = config.head_dim
-    keys[f"{arch}.rope.dimension_count"] = ropes[0].rotary_dim
+    if ropes[0]:
+        keys[f"{arch}.rope.dimension_count"] = ropes[0].rotary_dim
     keys[f"{arch}.vocab_size"] = config.vocab_size
     stated = family.hf_keys(config)
     numbers = {f"{arch}.{key}": stated[hf] for hf, key in family.gguf_numbers.items()}
     keys |= {key: float(value) for key, value in numbers.items() if value is not None}
     if family.gguf_window_pattern and windows:
         keys[f"{arch}.attention.sliding_window_pattern"] = [layer.sliding_window is not None for layer in config.layers]
-    scaling = _scaling_metadata(ropes[0], arch)
+    scaling = _scaling_metadata(ropes[0], arch) if ropes[0] else {}
     if f"{arch}.rope.scaling.yarn_log_multiplier" in keys:
         scaling.pop(f"{arch}.rope.scaling.attn_factor", None)  # the one says what the other would
     return {**keys, **scaling}
 
 
-def global_and_local_rope(config: ModelConfig) -> tuple[RopeConfig, RopeConfig | None]:
-    """The rope of layers that see everything and, where they differ, of those with a window."""
+def global_and_local_rope(config: ModelConfig) -> tuple[RopeConfig | None, RopeConfig | None]:
+    """The rope of layers that see everything and, where they differ, of those with a window; None, None of a model without."""
     everywhere = [layer.rope for layer in config.layers if layer.rope and layer.sliding_window is None]
     local = [layer.rope for layer in config.layers if layer.rope and layer.sliding_window is not None]
     differ = local and everywhere and local[0] is not everywhere[0]
-    return (everywhere or local)[0], (local[0] if differ else None)
+    return next(iter(everywhere or local), None), (local[0] if differ else None)
 
 
 def _scaling_metadata(rope: RopeConfig, arch: str) -> dict[str, Any]:
@@ -251,6 +252,8 @@ def _scaling_metadata(rope: RopeConfig, arch: str) -> dict[str, Any]:
 def factor_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     """The rope tensors (float32 divisors per frequency) that GGUF keeps beside the weights."""
     rope = global_and_local_rope(config)[0]
+    if rope is None:
+        return {}
     if rope.kind == "longrope":
         return {
             "rope_factors_long.weight": np.asarray(rope.parameters["long_factor"], dtype=np.float32),

@@ -12,6 +12,7 @@ from llmctl.runtime.models import (
     gemma,
     gemma3,
     glm4,
+    gpt2,
     granite,
     llama,
     mistral3,
@@ -42,6 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     stablelm.FAMILY,
     cohere.COHERE,
     cohere.COHERE2,
+    gpt2.FAMILY,
 )
 
 

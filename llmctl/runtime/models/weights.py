@@ -39,7 +39,7 @@ _NOT_TEXT = re.compile(
     r"|patch_merger|embed_vision|embed_audio|audio_tower|audio_model|audio_projector)\."
 )
 # Buffers that old folders saved beside the weights; they are computed here.
-_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$")
+_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$|(?:^|\.)h\.\d+\.attn\.bias$")
 _WEIGHT_FORMATS = ("F64", "F32", "F16", "BF16")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -106,7 +106,8 @@ class ModelWeights:
             nbytes = sum(self.checkpoint.entry(part).nbytes for part in module.parts)
             return StoredWeight(module.form, module.shape, nbytes, module.native_bytes)
         entry = self.stored_entry(name)
-        return StoredWeight(entry.format.name, entry.shape, entry.nbytes, converted_bytes(entry.format, entry.shape))
+        shape = entry.shape[::-1] if self.is_transposed(name) else entry.shape
+        return StoredWeight(entry.format.name, shape, entry.nbytes, converted_bytes(entry.format, shape))
 
     def read(self, name: str) -> Weight:
         """The tensor in Hugging Face's layout.
@@ -132,6 +133,14 @@ class ModelWeights:
         if name not in self:
             raise FormatError(f"{self.checkpoint.path}: tensor {name!r} is missing")
         return self.checkpoint.entry(self._source.stored[name])
+
+    def is_transposed(self, name: str) -> bool:
+        """Whether the tensor is stored with its axes swapped: `read` then gives a view whose rows are not contiguous."""
+        return name in self._source.transposed
+
+    def canonical(self, name: str) -> str:
+        """What a tensor that a folder calls `name` is called here."""
+        return self.family.hf_names.to_canonical(canonical_name(name))
 
     def release(self, name: str) -> None:
         """Let the stored tensor's pages leave memory once it has been prepared; it can still be read again."""
@@ -201,6 +210,7 @@ class _GgufSource:
             )
         self.stored = {hf: name for name, hf in translated.items()}
         self.packed: dict[str, PackedModule] = {}
+        self.transposed: set[str] = set()
         self.left_out: list[str] = []
 
     def read(self, name: str) -> np.ndarray | QuantTensor:
@@ -231,14 +241,19 @@ class _HfSource:
         names += found.modules
         self.left_out = [*(name for name in names if _NOT_TEXT.search(name)), *found.of_activations]
         text = [name for name in names if not _NOT_TEXT.search(name)]
-        self.stored = {canonical_name(name): name for name in text}
-        self.packed = {canonical_name(name): module for name, module in found.modules.items() if not _NOT_TEXT.search(name)}
+        spelling = self.family.hf_names
+        canonical = {name: spelling.to_canonical(canonical_name(name)) for name in text}
+        self.stored = {ours: name for name, ours in canonical.items()}
+        self.packed = {canonical[name]: module for name, module in found.modules.items() if name in canonical}
+        # What was packed is packed as (out_features, in_features), however its family stores plain weights.
+        self.transposed = {name for name in self.stored if spelling.is_transposed(name)} - set(self.packed)
         if len(self.stored) != len(text):
-            twice = next(name for name in text if self.stored[canonical_name(name)] != name)
+            twice = next(name for name in text if self.stored[canonical[name]] != name)
             raise FormatError(f"{checkpoint.path}: tensor {quoted(twice)} is there twice, under two names of the same module")
 
     def read(self, name: str) -> np.ndarray | QuantTensor:
-        return self.checkpoint.read(self.stored[name])
+        tensor = self.checkpoint.read(self.stored[name])
+        return tensor.T if name in self.transposed else tensor
 
 
 def canonical_name(name: str) -> str:

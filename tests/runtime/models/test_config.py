@@ -154,6 +154,7 @@ REFUSED = {
     "gemma": {"use_bidirectional_attention": True},
     "gemma2": {"use_bidirectional_attention": True, "sliding_window": 8},
     "smollm3": {"layer_types": ["chunked_attention"] * 3},
+    "gpt2": {"scale_attn_by_inverse_layer_idx": True},
     "qwen2": {"use_sliding_window": True, "layer_types": ["linear_attention"] * 3},
 }
 

@@ -55,6 +55,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "stablelm": {"parallel": {"use_parallel_residual": True}, "plain": {"use_qkv_bias": False}},
     "cohere": {"bias": {"attention_bias": True}},
     "cohere2": {},
+    "gpt2": {"gelu": {"activation_function": "gelu"}, "unscaled": {"scale_attn_weights": False}},
     "exaone4": {"llama3": {"rope": "llama3"}, "all_full": {"sliding_window": None, "layer_types": ["full_attention"] * 4}},
 }
 ALL = [(family, case) for family, cases in CASES.items() for case in ("own", *cases)]
@@ -167,6 +168,7 @@ OFF: dict[str, Any] = {
     "query_growth": None,
     "layer_norm": False,
     "norm_bias": False,
+    "learned_positions": False,
 }
 
 
@@ -179,7 +181,8 @@ def without(config: ModelConfig) -> dict[str, ModelConfig]:
         found["parallel"] = replace(config, parallel=False, norms=replace(config.norms, mlp=config.norms.attention))
     elif config.norms != BlockNorms():
         found["norms"] = replace(config, norms=_other_norms(config.norms))
-    ropes = [layer.rope for layer in config.layers if layer.rope is not None]
+    plain = RopeConfig("default", 1e4, config.head_dim, config.max_position_embeddings, config.max_position_embeddings)
+    ropes = [layer.rope for layer in config.layers if layer.rope is not None] or [plain]
     changes: dict[str, Callable[[LayerConfig], LayerConfig]] = {
         "sliding_window": lambda layer: replace(layer, sliding_window=None),
         "layers_without_rope": lambda layer: replace(layer, rope=layer.rope or ropes[0]),
