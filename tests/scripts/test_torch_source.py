@@ -66,9 +66,7 @@ def test_an_index_that_does_not_answer_is_not_reachable() -> None:
 
 def test_the_requirement_is_read_from_the_project() -> None:
     command = [sys.executable, ROOT / "scripts" / "torch_source.py"]
-    done = subprocess.run(
-        [*command, "requirement", ROOT / "pyproject.toml"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([*command, "requirement", ROOT / "pyproject.toml"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("torch>=2.")
     done = subprocess.run([*command, "index", done.stdout.strip()], capture_output=True, text=True, check=True)
     assert done.stdout == "\n", "torch is installed here: nothing to choose"
