@@ -39,5 +39,5 @@ def test_an_interpreter_without_the_library_is_named_with_its_last_words(tmp_pat
     program = tmp_path / "python"
     program.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     program.chmod(0o755)
-    with pytest.raises(RuntimeError, match="code 1: .*no such library here"):
+    with pytest.raises(RuntimeError, match=r"code 1: .*no such library here"):
         llama_cpp_logits(str(program), tmp_path / "no.gguf", [1, 2, 3])
