@@ -185,8 +185,9 @@ class NativeOps:
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        sinks: np.ndarray | None = None,
     ) -> Value:
-        attributes = {"pages": pages, "scale": scale, "window": sliding_window, "softcap": softcap}
+        attributes = {"pages": pages, "scale": scale, "window": sliding_window, "softcap": softcap, "sinks": sinks}
         fitted = self._fit_heads(queries, pages.head_dim)
         y = self._record("attention", (fitted,), fitted.shape, **attributes)[0]
         return self._fit_heads(y, queries.shape[-1])

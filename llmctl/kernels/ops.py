@@ -80,6 +80,7 @@ class Ops(Protocol):
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        sinks: Array | None = None,
     ) -> Array: ...
 
     def add(self, x: Array, y: Array) -> Array:

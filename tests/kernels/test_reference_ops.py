@@ -104,7 +104,13 @@ def test_store_kv_skips_slot_minus_one_and_touches_nothing_else() -> None:
 
 
 def plain_attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: int | None, cap: float | None
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """Causal attention of the last len(q) positions over all keys, query by query, head by head."""
     out = np.zeros((q.shape[0], q.shape[1], v.shape[2]))
@@ -116,14 +122,18 @@ def plain_attention(
             scores = k[first : position + 1, h // group].astype(np.float64) @ q[i, h] * scale
             scores = scores if cap is None else cap * np.tanh(scores / cap)
             weights = np.exp(scores - scores.max())
-            out[i, h] = (weights / weights.sum()) @ v[first : position + 1, h // group]
+            sink = 0.0 if sinks is None else np.exp(sinks[h] - scores.max())
+            out[i, h] = (weights / (weights.sum() + sink)) @ v[first : position + 1, h // group]
     return out
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("cap", [None, 0.7])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
-def test_attention_over_scattered_pages(window: int | None, cap: float | None, heads: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_attention_over_scattered_pages(
+    window: int | None, cap: float | None, heads: int, kv_heads: int, with_sinks: bool
+) -> None:
     """Two sequences with shuffled pages, one decoding, one in the middle of its prompt."""
     block_size, head_dim = 4, 8
     key_pages, value_pages = (torch.from_numpy(normal(9, block_size, kv_heads, head_dim)) for _ in range(2))
@@ -140,12 +150,14 @@ def test_attention_over_scattered_pages(window: int | None, cap: float | None, h
         block_tables=[torch.tensor(table) for table in tables],
         block_size=block_size,
     )
-    y = OPS.attention(torch.from_numpy(queries), (key_pages, value_pages), batch, 0.3, window, cap)
+    sinks = np.linspace(-3, 3, heads, dtype=np.float32) if with_sinks else None
+    given = torch.from_numpy(sinks) if with_sinks else None
+    y = OPS.attention(torch.from_numpy(queries), (key_pages, value_pages), batch, 0.3, window, cap, given)
     begin = 0
     for table, length, count in zip(tables, context_lens, num_queries, strict=True):
         k = key_pages[table].reshape(-1, kv_heads, head_dim)[:length].numpy()
         v = value_pages[table].reshape(-1, kv_heads, head_dim)[:length].numpy()
-        expected = plain_attention(queries[begin : begin + count], k, v, 0.3, window, cap)
+        expected = plain_attention(queries[begin : begin + count], k, v, 0.3, window, cap, sinks)
         close(y[begin : begin + count], expected)
         begin += count
 

@@ -1,4 +1,4 @@
-"""attention(queries, key_pages, value_pages, batch, scale, sliding_window=None, softcap=None) -> y
+"""attention(queries, key_pages, value_pages, batch, scale, sliding_window=None, softcap=None, sinks=None) -> y
 
 queries                 [T, num_heads, head_dim]                           tokens of all sequences, one after the other
 key_pages, value_pages  [num_blocks, block_size, num_kv_heads, head_dim]   this step's keys and values already stored
@@ -6,6 +6,8 @@ batch                   who owns which queries and pages: `BatchDescription`
 scale                   factor on the scores, usually head_dim ** -0.5
 sliding_window          a query at position p sees keys p − window + 1 … p; None sees all up to p
 softcap                 scores become softcap · tanh(scores / softcap), before the mask
+sinks                   [num_heads] float32: a score that every query of the head has beside those of its keys, and whose value
+                        is 0, so that the weights of the keys sum to less than one; neither scaled nor capped
 y                       [T, num_heads, head_dim]
 
 Query head h reads kv head h // (num_heads // num_kv_heads): multi-head, grouped and multi-query attention are one op.

@@ -15,6 +15,7 @@ def attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of every sequence of the batch over its own pages; see the contract for shapes."""
     out = torch.empty_like(queries)
@@ -25,7 +26,7 @@ def attention(
         keys = key_pages.view(-1, *key_pages.shape[2:])[slots].float()
         values = value_pages.view(-1, *value_pages.shape[2:])[slots].float()
         mask = _mask(end - begin, first_key, context_len, sliding_window, queries.device)
-        out[begin:end] = _attend(queries[begin:end].float(), keys, values, mask, scale, softcap).to(queries.dtype)
+        out[begin:end] = _attend(queries[begin:end].float(), keys, values, mask, scale, softcap, sinks).to(queries.dtype)
     return out
 
 
@@ -50,6 +51,7 @@ def _attend(
     mask: torch.Tensor,
     scale: float,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """queries [Tq, H, D] over keys and values [Tk, KVH, D] under mask [Tq, Tk]: [Tq, H, D]."""
     num_queries, num_heads, head_dim = queries.shape
@@ -58,6 +60,9 @@ def _attend(
     scores = grouped @ keys.permute(1, 2, 0)[:, None] * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(*scores.shape[:2], 1, 1).expand(-1, -1, num_queries, 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : mask.shape[1]]
     mixed = weights @ values.permute(1, 0, 2)[:, None]
     return mixed.permute(2, 0, 1, 3).reshape(num_queries, num_heads, values.shape[-1])

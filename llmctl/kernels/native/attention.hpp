@@ -75,6 +75,7 @@ struct AttentionCall {
   int64_t query_stride;
   float* out;               // the same shape, tokens out_stride apart
   int64_t out_stride;
+  const float* sinks = nullptr;   // [num_heads]: one more score for every query of a head, whose value is 0; null: none
 };
 
 // A block of queries of one sequence against one kv head, over partitions first .. last - 1 of its keys.

@@ -132,7 +132,6 @@ class ItemRun {
   int64_t high(int64_t start, int64_t i) const { return smaller(first_position_ + i + 1 - start, kKeyTile); }
 
   void load_queries() {
-    constexpr float kLog2E = 1.44269504f;
     F32 factor = set_f32(call_.softcap != 0 ? call_.scale / call_.softcap : call_.scale * kLog2E);
     int64_t dim = shape_.head_dim;
     for (int64_t r = 0; r < rows_; ++r) {
@@ -325,9 +324,10 @@ class ItemRun {
 
   void write_out() const {
     for (int64_t r = 0; r < rows_; ++r) {
+      int64_t head = item_.kv_head * group_ + r % group_;
       float* out = call_.out + (sequence_.first_query + item_.first_query + r / group_) * call_.out_stride +
-                   (item_.kv_head * group_ + r % group_) * shape_.head_dim;
-      write_row(total_.rows + r * width_, total_.sums[r], shape_.head_dim, out);
+                   head * shape_.head_dim;
+      write_row(total_.rows + r * width_, row_factor(call_, head, total_.maxima[r], total_.sums[r]), shape_.head_dim, out);
     }
   }
 

@@ -109,7 +109,6 @@ class BlockRun {
   }
 
  protected:
-  static constexpr float kLog2E = 1.44269504f;
   struct Softmax { float *maxima, *sums, *rows; int64_t stride; };   // rows [][stride]: not yet divided by the sum
 
   // What the token of a row sees.
@@ -236,9 +235,9 @@ class BlockRun {
 
   void write_out() const {
     for (int64_t r = 0; r < rows_; ++r) {
-      float* out = call_.out + (sequence_.first_query + item_.first_query + r / group_) * call_.out_stride +
-                   (item_.kv_head * group_ + r % group_) * dim_;
-      write_row(total_.rows + r * dim_, total_.sums[r], dim_, out);
+      int64_t head = item_.kv_head * group_ + r % group_;
+      float* out = call_.out + (sequence_.first_query + item_.first_query + r / group_) * call_.out_stride + head * dim_;
+      write_row(total_.rows + r * dim_, row_factor(call_, head, total_.maxima[r], total_.sums[r]), dim_, out);
     }
   }
 

@@ -29,10 +29,21 @@ inline void merge_row(float* x, float first, const float* y, float second, int64
   }
 }
 
-inline void write_row(const float* row, float sum, int64_t n, float* out) {   // + 0: a zero has no sign to differ by
-  F32 inverse = set_f32(1.0f / sum);
+constexpr float kLog2E = 1.44269504f;
+
+// What the values of a row are multiplied by in the end. maximum: in powers of two; sum: of the weights relative to it.
+inline float row_factor(const AttentionCall& call, int64_t head, float maximum, float sum) {
+  if (!call.sinks) return 1.0f / sum;
+  MergeWeights weights = merge_weights(set_f32(maximum), set_f32(call.sinks[head] * kLog2E));
+  float lanes[16];
+  store_f32(lanes, div(weights.first, merge_lanes(set_f32(sum), weights.first, set_f32(1.0f), weights.second)));
+  return lanes[0];
+}
+
+inline void write_row(const float* row, float factor, int64_t n, float* out) {   // + 0: a zero has no sign to differ by
+  F32 wide = set_f32(factor);
   for (int64_t d = 0; d < n; d += 16) {
-    store_f32_first(out + d, fma(load_f32(row + d), inverse, zero_f32()), int(smaller(16, n - d)));
+    store_f32_first(out + d, fma(load_f32(row + d), wide, zero_f32()), int(smaller(16, n - d)));
   }
 }
 
@@ -50,9 +61,11 @@ inline void merge_item(const AttentionCall& call, const AttentionMerge& merge, c
     merge_row(total, first[0], partial, second[0], width);
   }
   store_f32(first, sum);
+  store_f32(second, maximum);
   const AttentionSequence& sequence = call.sequences[merge.sequence];
   int64_t dim = call.pages.shape.head_dim;
-  write_row(total, first[0], dim, call.out + (sequence.first_query + merge.query) * call.out_stride + merge.head * dim);
+  float factor = row_factor(call, merge.head, second[0], first[0]);
+  write_row(total, factor, dim, call.out + (sequence.first_query + merge.query) * call.out_stride + merge.head * dim);
 }
 
 }  // namespace llmctl::LLMCTL_ISA

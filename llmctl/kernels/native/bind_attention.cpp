@@ -1,6 +1,7 @@
 // Pages of keys and values, and attention over them by name of instruction set: for tests and for looking into a cache.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -21,6 +22,7 @@ namespace llmctl {
 namespace {
 
 using Rows = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;        // [tokens, heads, head_dim]
+using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Integers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using NewRows = nb::ndarray<nb::numpy, float, nb::ndim<3>>;
 
@@ -113,16 +115,17 @@ void run_plan(const AttentionKernels& kernels, const AttentionCall& call, const 
 NewRows bound_attention(const std::string& isa, const KvMemory& memory, const Rows& queries,
                         const std::vector<int64_t>& cu_seqlens_q, const std::vector<int64_t>& context_lens,
                         const std::vector<Integers>& block_tables, float scale, int64_t sliding_window, float softcap,
-                        int threads) {
+                        int threads, const std::optional<Vector>& sinks) {
   const KvShape& shape = memory.pages().shape;
   int64_t tokens = int64_t(queries.shape(0)), heads = int64_t(queries.shape(1)), row = heads * shape.head_dim;
   require(int64_t(queries.shape(2)) == shape.head_dim && heads % shape.kv_heads == 0,
           "queries must be [tokens, a multiple of the kv heads, head_dim]");
   require(sliding_window >= 0 && softcap >= 0 && threads > 0, "window and softcap are 0 or positive, threads positive");
+  require(!sinks || int64_t(sinks->size()) == heads, "one sink a query head");
   auto sequences = sequences_of(cu_seqlens_q, context_lens, block_tables, tokens, memory.num_pages());
   NewRows out = new_rows(queries.shape(0), heads, shape.head_dim);
   AttentionCall call = {memory.pages(), sequences.data(), heads, scale, softcap, sliding_window, queries.data(), row,
-                        out.data(), row};
+                        out.data(), row, sinks ? sinks->data() : nullptr};
   AttentionPlan plan;
   plan_attention(sequences.data(), int64_t(sequences.size()), heads, shape, sliding_window, threads, plan);
   const AttentionKernels& kernels = *kernels_named(isa).attention;
@@ -139,7 +142,7 @@ void bind_attention(nb::module_& m) {
   m.def("load_kv", &load_rows, nb::arg("isa"), nb::arg("pages"), nb::arg("slots"));
   m.def("attention", &bound_attention, nb::arg("isa"), nb::arg("pages"), nb::arg("queries"), nb::arg("cu_seqlens_q"),
         nb::arg("context_lens"), nb::arg("block_tables"), nb::arg("scale"), nb::arg("sliding_window") = 0,
-        nb::arg("softcap") = 0.0f, nb::arg("threads") = 1);
+        nb::arg("softcap") = 0.0f, nb::arg("threads") = 1, nb::arg("sinks") = nb::none());
 }
 
 }  // namespace llmctl

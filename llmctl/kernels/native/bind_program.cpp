@@ -299,9 +299,13 @@ void bind_program(nb::module_& m) {
       .def("add_matrix_phase", &add_matrix_phase)
       .def("add_attention_phase",
            [](OwningProgram& self, int queries, int out, const nb::object& pages, int64_t num_heads, float scale,
-              int64_t window, float softcap) {
-             self.program.add_attention_phase(queries, out, pages_of(self, pages), num_heads, scale, window, softcap);
-           })
+              int64_t window, float softcap, const nb::object& sinks) {
+             require(sinks.is_none() || nb::cast<Numbers>(sinks, false).size() == static_cast<size_t>(num_heads),
+                     "one sink a query head");
+             const float* numbers = sinks.is_none() ? nullptr : vector_of(self, sinks);
+             self.program.add_attention_phase(queries, out, pages_of(self, pages), num_heads, scale, window, softcap, numbers);
+           }, nb::arg("queries"), nb::arg("out"), nb::arg("pages"), nb::arg("num_heads"), nb::arg("scale"), nb::arg("window"),
+           nb::arg("softcap"), nb::arg("sinks") = nb::none())
       .def("run", &run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("slots"), nb::arg("rows"), nb::arg("cu_seqlens_q"),
            nb::arg("context_lens"), nb::arg("block_tables"), nb::arg("inv_freqs"), nb::arg("result"),
            nb::arg("poll") = nb::none())

@@ -264,7 +264,7 @@ def _add_attention(program: Any, node: Node, buffers: Buffers) -> None:
     a, queries = node.attributes, node.inputs[0]
     source, out = buffers[queries], buffers[node.outputs[0]]
     window, softcap = a["window"] or 0, a["softcap"] or 0.0
-    program.add_attention_phase(source, out, a["pages"], queries.shape[0], a["scale"], window, softcap)
+    program.add_attention_phase(source, out, a["pages"], queries.shape[0], a["scale"], window, softcap, a["sinks"])
 
 
 def _row_op(node: Node, buffers: Buffers) -> Any:

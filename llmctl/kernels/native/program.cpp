@@ -413,6 +413,7 @@ struct Program::AttentionPhase : Program::Phase {
   float scale;
   int64_t window;
   float softcap;
+  const float* sinks;
   std::atomic<int64_t> next_item{0}, next_merge{0};
 
   void prepare(Program& program) override {
@@ -448,7 +449,7 @@ struct Program::AttentionPhase : Program::Phase {
     return {*pages,         program.input_->sequences.data(), num_heads,
             scale,          softcap,                          window,
             program.data(queries), program.width(queries),    program.buffers_[out].data.get(),
-            program.width(out)};
+            program.width(out), sinks};
   }
 };
 
@@ -515,7 +516,7 @@ int Program::shared_plan(const KvShape& shape, int64_t num_heads, int64_t window
 }
 
 void Program::add_attention_phase(int queries, int out, const KvPages* pages, int64_t num_heads, float scale, int64_t window,
-                                  float softcap) {
+                                  float softcap, const float* sinks) {
   auto phase = std::make_unique<AttentionPhase>();
   phase->queries = queries;
   phase->out = out;
@@ -524,6 +525,7 @@ void Program::add_attention_phase(int queries, int out, const KvPages* pages, in
   phase->scale = scale;
   phase->window = window;
   phase->softcap = softcap;
+  phase->sinks = sinks;
   phase->plan = shared_plan(pages->shape, num_heads, window);
   add_phase(std::move(phase));
 }

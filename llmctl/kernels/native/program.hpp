@@ -107,7 +107,7 @@ class Program {
   int add_buffer(int64_t width, Domain domain);
   void add_matrix_phase(Domain domain, std::vector<RowOp> before, int input, std::vector<Segment> segments);
   void add_attention_phase(int queries, int out, const KvPages* pages, int64_t num_heads, float scale, int64_t window,
-                           float softcap);
+                           float softcap, const float* sinks = nullptr);
 
   // Runs all phases. Afterwards `data` of a buffer holds its rows. Errors: std::bad_alloc.
   // poll: where not empty, called by the calling thread every kPollInterval or so, between two pieces of work. What it throws

@@ -38,6 +38,12 @@ class Sequences:
     queries: list[np.ndarray]
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
+
+    @property
+    def sink_scores(self) -> np.ndarray | None:
+        """One for each query head, from far below the scores of the keys to far above."""
+        return np.linspace(-20, 20, self.queries[0].shape[1], dtype=np.float32) if self.sinks else None
 
     def store(self, sequence: int, first: int, last: int) -> None:
         """The keys and values of tokens first … last − 1."""
@@ -53,8 +59,9 @@ class Sequences:
         cu_seqlens = np.cumsum([0, *(last - first for first, last in ranges)]).tolist()
         contexts = [last for _, last in ranges]
         scale = queries.shape[-1] ** -0.5
-        window, cap = self.window or 0, self.softcap or 0.0
-        return native.attention(self.isa, self.pages, queries, cu_seqlens, contexts, self.tables, scale, window, cap, threads)
+        sequences = cu_seqlens, contexts, self.tables
+        choices = self.window or 0, self.softcap or 0.0, threads, self.sink_scores
+        return native.attention(self.isa, self.pages, queries, *sequences, scale, *choices)
 
     def in_chunks(self, size: int, threads: int = 1) -> np.ndarray:
         """The only sequence from its first token to its last, `size` tokens a call."""
@@ -84,7 +91,9 @@ class Sequences:
         pages = torch.from_numpy(key_pages), torch.from_numpy(value_pages)
         batch = describe(ranges, [torch.from_numpy(table) for table in self.tables])
         scale = queries.shape[-1] ** -0.5
-        return ReferenceOps().attention(torch.from_numpy(queries), pages, batch, scale, self.window, self.softcap).numpy()
+        sinks = None if self.sink_scores is None else torch.from_numpy(self.sink_scores)
+        choices = self.window, self.softcap, sinks
+        return ReferenceOps().attention(torch.from_numpy(queries), pages, batch, scale, *choices).numpy()
 
 
 def describe(ranges: list[tuple[int, int]], tables: list[torch.Tensor]) -> BatchDescription:
@@ -184,6 +193,22 @@ def test_softcap(isa: str, softcap: float) -> None:
 
 @every_isa
 @pytest.mark.parametrize("type", TYPES)
+@pytest.mark.parametrize("options", [{}, {"window": 70}, {"softcap": 5.0}], ids=str)
+def test_sinks(isa: str, type: str, options: dict[str, Any]) -> None:
+    """A prompt in one call, then its last token by itself, whose keys are divided by partitions and merged."""
+    sequences = make(isa, [600], 5, 1, 64, type, sinks=True, **options)
+    assert_right(sequences, sequences.attend([(0, 600)]), [(0, 600)])
+    last = [(599, 600)]
+    with_sinks = sequences.attend(last, threads=2)
+    assert_right(sequences, with_sinks, last)
+    sequences.sinks = False
+    without = sequences.attend(last)
+    np.testing.assert_allclose(with_sinks[:, 0], without[:, 0], rtol=1e-5)
+    assert np.abs(with_sinks[:, 4]).max() < 1e-3 < np.abs(without[:, 4]).max()
+
+
+@every_isa
+@pytest.mark.parametrize("type", TYPES)
 def test_several_sequences_of_different_lengths(isa: str, type: str) -> None:
     """One decodes, one is verified, one is in the middle of its prompt, one has just begun, one is past a partition."""
     sequences = make(isa, [200, 65, 300, 1, 600], 6, 2, 64, type)
@@ -197,7 +222,8 @@ def test_several_sequences_of_different_lengths(isa: str, type: str) -> None:
 @pytest.mark.parametrize(
     ("type", "options"),
     [("f32", {}), ("f16", {}), ("q8_0", {}), ("f16", {"window": 70}), ("q8_0", {"window": 530})]
-    + [("bf16", options) for options in ({}, {"window": 70}, {"window": 530}, {"softcap": 5.0})],
+    + [("bf16", options) for options in ({}, {"window": 70}, {"window": 530}, {"softcap": 5.0})]
+    + [(type, {"sinks": True}) for type in TYPES],
 )
 def test_bits_do_not_depend_on_chunks(isa: str, type: str, options: dict[str, Any]) -> None:
     whole = make(isa, [540], 3, 1, 32, type, **options).in_chunks(540)
@@ -225,10 +251,11 @@ def test_bits_of_the_smallest_numbers(isa: str) -> None:
 
 
 @every_isa
-def test_bits_of_decoding_beyond_two_partitions(isa: str) -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_bits_of_decoding_beyond_two_partitions(isa: str, sinks: bool) -> None:
     """Long contexts, where decode is divided by partitions and merged, prefill is not."""
-    whole = make(isa, [1100], 4, 2, 32, own(isa, "f16")).in_chunks(1100)
-    again = make(isa, [1100], 4, 2, 32, own(isa, "f16"))
+    whole = make(isa, [1100], 4, 2, 32, own(isa, "f16"), sinks=sinks).in_chunks(1100)
+    again = make(isa, [1100], 4, 2, 32, own(isa, "f16"), sinks=sinks)
     again.attend([(0, 1020)])
     for token in range(1020, 1100):
         np.testing.assert_array_equal(again.attend([(token, token + 1)], threads=2)[0], whole[token])

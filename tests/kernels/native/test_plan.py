@@ -43,7 +43,7 @@ class Recorder:
             q, k = self.norm(q), self.norm(k)
         q, k = (self.op("rotary", side, cos, sin, shape=side.shape) for side in (q, k))
         self.graph.add("store_kv", (k, v), pages=None)
-        y = self.op("attention", q, shape=q.shape, pages=None, scale=1.0, window=None, softcap=None)
+        y = self.op("attention", q, shape=q.shape, pages=None, scale=1.0, window=None, softcap=None, sinks=None)
         y = self.linear(Value(y.node, y.index, (HEADS * self.head_dim,)), HIDDEN)
         x = self.op("add", x, self.norm(y) if gemma else y, shape=x.shape)
         h = self.norm(x)
