@@ -13,6 +13,7 @@ from llmctl.commands.number_list import SYNTAX, number_list
 from llmctl.commands.options import (
     THREADS_DEFAULT,
     ActivationsOption,
+    AsOption,
     BackendOption,
     DeviceOption,
     DtypeOption,
@@ -77,6 +78,7 @@ def bench(
         Output | None,
         typer.Option("--output", "-o", help="Form of the result; json is llama-bench's array.", show_default="md"),
     ] = None,
+    as_family: AsOption = None,
     kv_type: KvTypeOption = None,
     activations: ActivationsOption = None,
     dtype: DtypeOption = "float32",
@@ -103,7 +105,7 @@ def bench(
         raise UsageError("there is nothing to measure: -p and -n are 0 and there is no -pg")
     loading = {"backend": backend, "device": device, "dtype": dtype, "kv_type": kv_type, "activations": activations}
     choose_compute(**loading)  # what it refuses is refused before any model is looked for
-    opened = [(name, _open(name, tests, loading)) for name in models or [None]]
+    opened = [(name, _open(name, tests, {**loading, "family": as_family})) for name in models or [None]]
     printer = make_printer("document" if json else output or "md")
     for name, model in opened:
         for number in thread_counts:
@@ -142,7 +144,7 @@ def _open(spec: str | None, tests: list[BenchTest], loading: dict[str, Any]) -> 
     path = resolve_model(spec, progress=console.progress)
     if spec is None:
         console.info(f"Using {path}")
-    trained = read_config(path).max_position_embeddings
+    trained = read_config(path, loading["family"]).max_position_embeddings
     for test in tests:
         require_context(test, trained)
     return open_model(path, ctx_size=max(test.context_needed for test in tests), **loading)

@@ -66,7 +66,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 class Request:
     """One conversion as asked for.
 
-    recipe: None keeps the types. vocab_only: no weights. adapters: LoRA adapters to add.
+    recipe: None keeps the types. vocab_only: no weights. adapters: LoRA adapters to add. family: it is taken for one of.
     measure: work out and show rounding errors. facts: what the JSON report says first.
     """
 
@@ -83,6 +83,7 @@ class Request:
     max_shard_bytes: int | None = None
     vocab_only: bool = False
     adapters: Sequence[Adapter] = ()
+    family: str | None = None
     dry_run: bool = False
     force: bool = False
     json: bool = False
@@ -174,11 +175,10 @@ def _plan(request: Request) -> Plan:
     from llmctl.quant.imatrix import read_imatrix
     from llmctl.quant.source import open_source, open_vocabulary
 
+    reading: dict[str, Any] = {"pre": request.pre, "drop_surplus": request.drop_surplus, "family": request.family}
     if request.vocab_only:
-        return vocabulary_plan(open_vocabulary(request.source, pre=request.pre, drop_surplus=request.drop_surplus))
-    source = open_source(
-        request.source, pre=request.pre, drop_surplus=request.drop_surplus, adapters=request.adapters
-    )
+        return vocabulary_plan(open_vocabulary(request.source, **reading))
+    source = open_source(request.source, adapters=request.adapters, **reading)
     source.files = [*source.files, *_other_inputs(request)]
     importance = read_imatrix(request.imatrix) if request.imatrix is not None else None
     return make_plan(source, request.recipe, pure=request.pure, importance=importance)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FolderRequest:
-    """One conversion to a folder as asked for. facts: what the JSON report says first."""
+    """One conversion to a folder as asked for. family: it is taken for one of. facts: what the JSON report says first."""
 
     source: Path
     type_name: str
@@ -28,6 +28,7 @@ class FolderRequest:
     output: Path | None = None
     max_shard_bytes: int | None = None
     adapters: Sequence[Adapter] = ()
+    family: str | None = None
     dry_run: bool = False
     force: bool = False
     json: bool = False
@@ -39,7 +40,7 @@ def carry_out_folder(request: FolderRequest) -> None:
 
     started = time.perf_counter()
     console.detail(f"Reading {request.source}")
-    plan = plan_folder(request.source, request.type_name, request.adapters)
+    plan = plan_folder(request.source, request.type_name, request.adapters, request.family)
     output = folder_path(plan, request.output, force=request.force or request.dry_run)
     for warning in plan.warnings:
         console.warn(warning)

@@ -25,7 +25,7 @@ from llmctl.commands.conversion import (
 )
 from llmctl.commands.conversion_folder import FolderRequest, carry_out_folder
 from llmctl.commands.conversion_packed import PackedRequest, carry_out_packed
-from llmctl.commands.options import JsonOption, QuietOption, VerboseOption, complete_model
+from llmctl.commands.options import AsOption, JsonOption, QuietOption, VerboseOption, complete_model
 
 _PACKED = ("gptq", "awq", "compressed-tensors")
 _TARGETS = ("gguf", "safetensors", *_PACKED)
@@ -62,6 +62,7 @@ def convert(
     split_max_size: SplitOption = None,
     vocab_only: VocabOnlyOption = False,
     lora: LoraOption = None,
+    as_family: AsOption = None,
     pre: PreOption = None,
     drop_surplus: DropSurplusOption = False,
     dry_run: DryRunOption = False,
@@ -85,11 +86,14 @@ def convert(
     of_weights = {"--type": type.lower() != "auto", "--split-max-size": limit, "--lora": adapters, "--imatrix": imatrix}
     of_gguf = {"--imatrix": imatrix, "--vocab-only": vocab_only, "--pre": pre, "--drop-surplus": drop_surplus}
     _check_together(to.lower(), vocab_only, of_weights, of_gguf)
+    if to.lower() in _PACKED and as_family is not None:
+        raise UsageError(f"--as: --to {to} takes every tensor as it is named, whatever the family; leave it out")
     recipe = recipe_by_name(type) if to.lower() == "gguf" else None
     path = resolve_model(source, progress=console.progress)
     facts: dict[str, object] = {"command": "convert", "input": str(path), "lora": lora or []}
     if to.lower() == "safetensors":
-        carry_out_folder(FolderRequest(path, type, facts, target, limit, adapters, dry_run=dry_run, force=force, json=json))
+        common = {"dry_run": dry_run, "force": force, "json": json}
+        carry_out_folder(FolderRequest(path, type, facts, target, limit, adapters, as_family, **common))
         return
     if to.lower() in _PACKED:
         carry_out_packed(PackedRequest(path, to.lower(), facts, target, limit, dry_run=dry_run, force=force, json=json))
@@ -106,6 +110,7 @@ def convert(
             max_shard_bytes=limit,
             vocab_only=vocab_only,
             adapters=adapters,
+            family=as_family,
             dry_run=dry_run,
             force=force,
             json=json,

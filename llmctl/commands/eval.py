@@ -12,6 +12,7 @@ from llmctl.commands import console
 from llmctl.commands.options import (
     Activations,
     ActivationsOption,
+    AsOption,
     Backend,
     BackendOption,
     DeviceOption,
@@ -23,6 +24,7 @@ from llmctl.commands.options import (
     QuietOption,
     ThreadsOption,
     complete_model,
+    known_family,
 )
 from llmctl.errors import UnsupportedError, UsageError
 
@@ -53,10 +55,17 @@ def evaluate(
     against_activations: Annotated[
         Activations | None, typer.Option("--against-activations", help="Its activations.", **_OTHER)
     ] = None,
+    against_as: Annotated[
+        str | None,
+        typer.Option(
+            "--against-as", metavar="FAMILY", callback=known_family, help="Its family, whatever it says.", show_default=False
+        ),
+    ] = None,
     ctx_size: Annotated[
         int, typer.Option("--ctx-size", "--ctx", "-c", min=4, help="Tokens of a chunk; the second half of each counts.")
     ] = 512,
     chunks: Annotated[int | None, typer.Option("--chunks", min=1, help="Most chunks.", show_default="all of the text")] = None,
+    as_family: AsOption = None,
     threads: ThreadsOption = None,
     kv_type: KvTypeOption = None,
     activations: ActivationsOption = None,
@@ -74,6 +83,8 @@ def evaluate(
     from llmctl.runtime.evaluate import cut
     from llmctl.runtime.evaluate import evaluate as run
 
+    if against_as is not None and against is None:
+        raise UsageError("--against-as is for a model that --against names: from the same file it is of the same family")
     if text is None:
         raise UsageError("there is no text to measure on: --text FILE names one")
     ours = {"backend": backend, "device": device, "dtype": dtype, "kv_type": kv_type, "activations": activations}
@@ -82,11 +93,13 @@ def evaluate(
     for choices in (ours, _for_other(ours, theirs)):
         choose_compute(**choices)  # what it refuses is refused before any model is looked for
     content = _read(text)
-    first = _open(model, {**ours, "ctx_size": ctx_size})
+    first = _open(model, {**ours, "ctx_size": ctx_size, "family": as_family})
     pieces = cut(first.tokenizer, content, ctx_size, chunks)
     loaded, other = _load(first, threads), None
     if against is not None or theirs:
-        other = _load(_beside(first, against, {**_for_other(ours, theirs), "ctx_size": ctx_size}, pieces, content), threads)
+        family = as_family if against is None else against_as
+        loading = {**_for_other(ours, theirs), "ctx_size": ctx_size, "family": family}
+        other = _load(_beside(first, against, loading, pieces, content), threads)
     with console.progress("Evaluating", len(pieces), unit="chunk") as bar:
         result = run(loaded, pieces, other, bar.update_to)
     _print_json(loaded, other, text, result) if json else _print(other, result)

@@ -10,7 +10,7 @@ import typer
 
 from llmctl.commands import console
 from llmctl.commands.number_list import SYNTAX, number_list
-from llmctl.commands.options import JsonOption, ModelArgument, QuietOption
+from llmctl.commands.options import AsOption, JsonOption, ModelArgument, QuietOption
 from llmctl.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def inspect_kv(
             help="Count these layers instead of a model's. WINDOW: tokens they see. Repeatable for models that mix layers.",
         ),
     ] = None,
+    as_family: AsOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -60,7 +61,9 @@ def inspect_kv(
     batches = number_list(batch or ["1"], "--batch", minimum=1)
     if shape and model is not None:
         raise UsageError(f"either MODEL or --shape: both {model} and --shape {shape[0]} were given")
-    subject = Subject("--shape", _shape_layers(shape), None) if shape else _model_subject(model)
+    if shape and as_family is not None:
+        raise UsageError("--as is for a MODEL: --shape says all there is to say")
+    subject = Subject("--shape", _shape_layers(shape), None) if shape else _model_subject(model, as_family)
     contexts = contexts or [subject.context or DEFAULT_CONTEXT]
     report = _report(subject, types, contexts, batches)
     if json:
@@ -96,7 +99,7 @@ def _shape_layers(options: list[str]) -> tuple[LayerShape, ...]:
     return tuple(layers)
 
 
-def _model_subject(spec: str | None) -> Subject:
+def _model_subject(spec: str | None, family: str | None) -> Subject:
     """The layers of a model, from its config. Errors: as `resolve_model` and `read_config`."""
     from llmctl.runtime.loading import read_config
     from llmctl.runtime.store import DEFAULT_MODEL, resolve_model
@@ -105,7 +108,7 @@ def _model_subject(spec: str | None) -> Subject:
     if spec is None:
         console.info(f"Using {path}, the model of LLMCTL_MODEL or else {DEFAULT_MODEL}")
     try:
-        config = read_config(path)
+        config = read_config(path, family)
     except UnsupportedError as error:
         raise UnsupportedError(f"{error}; its cache can be counted with --shape LAYERS,KV_HEADS,HEAD_DIM") from error
     return Subject(str(path), config.kv_layers(), config.max_position_embeddings)

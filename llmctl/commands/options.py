@@ -39,6 +39,15 @@ def _set_verbose(value: bool) -> bool:
     return value
 
 
+def known_family(value: str | None) -> str | None:
+    """The name of a family as given; UsageError, naming those there are, for any other."""
+    if value is not None:
+        from llmctl.runtime.models.registry import family_by_name
+
+        family_by_name(value)
+    return value
+
+
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
@@ -46,6 +55,16 @@ ModelArgument = Annotated[
         help="A path (.gguf, folder, shard index), a store name, hf:owner/name[:file or TYPE] or pypi:package. "
         "Without it: LLMCTL_MODEL, else smollm2.",
         autocompletion=complete_model,
+        show_default=False,
+    ),
+]
+AsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--as",
+        metavar="FAMILY",
+        callback=known_family,
+        help="Take the model for one of this family, whatever it says it is.",
         show_default=False,
     ),
 ]

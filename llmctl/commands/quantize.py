@@ -19,7 +19,7 @@ from llmctl.commands.conversion import (
     carry_out,
     output_argument,
 )
-from llmctl.commands.options import JsonOption, ModelArgument, QuietOption, VerboseOption
+from llmctl.commands.options import AsOption, JsonOption, ModelArgument, QuietOption, VerboseOption
 
 if TYPE_CHECKING:
     from llmctl.quant.recipe import Recipe
@@ -47,6 +47,7 @@ def quantize(
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write the errors of all tensors as JSON.", show_default=False)
     ] = None,
+    as_family: AsOption = None,
     pre: PreOption = None,
     drop_surplus: DropSurplusOption = False,
     dry_run: DryRunOption = False,
@@ -76,6 +77,7 @@ def quantize(
             pure=pure,
             measure=True,
             imatrix=imatrix,
+            family=as_family,
             pre=pre,
             drop_surplus=drop_surplus,
             dry_run=dry_run,

@@ -8,6 +8,7 @@ from llmctl.commands import console
 from llmctl.commands import run_options as opt
 from llmctl.commands.options import (
     ActivationsOption,
+    AsOption,
     BackendOption,
     CtxSizeOption,
     DeviceOption,
@@ -31,7 +32,7 @@ def run(
     system: opt.SystemOption = None,
     no_chat: opt.NoChatOption = False,
     chat_template: opt.ChatTemplateOption = None,
-    as_family: opt.AsOption = None,
+    as_family: AsOption = None,
     max_tokens: opt.MaxTokensOption = None,
     stop: opt.StopOption = None,
     temp: opt.TempOption = None,
@@ -148,10 +149,6 @@ def _check(request: Request) -> None:
 
     SamplingParams(**request.sampling)
     choose_compute(**{name: value for name, value in request.loading.items() if name not in ("ctx_size", "family")})
-    if request.loading["family"] is not None:
-        from llmctl.runtime.models.registry import family_by_name
-
-        family_by_name(request.loading["family"])
     if "" in request.stop:
         raise UsageError("--stop needs some text, found an empty one")
     if request.raw and request.template:

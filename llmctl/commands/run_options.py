@@ -38,12 +38,6 @@ NoChatOption = Annotated[
 ChatTemplateOption = Annotated[
     Path | None, typer.Option("--chat-template", help="A Jinja file instead of the model's own template.")
 ]
-AsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--as", metavar="FAMILY", help="Take the model for one of this family, whatever it says it is.", show_default=False
-    ),
-]
 MaxTokensOption = Annotated[
     int | None,
     typer.Option("--max-tokens", "-n", min=-1, help="Most tokens to generate.", show_default="-1, until the end token"),

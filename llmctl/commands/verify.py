@@ -10,7 +10,7 @@ import typer
 
 from llmctl.commands import console
 from llmctl.commands import verify_output as shown
-from llmctl.commands.options import JsonOption, ModelArgument, QuietOption, ThreadsOption
+from llmctl.commands.options import AsOption, JsonOption, ModelArgument, QuietOption, ThreadsOption
 
 if TYPE_CHECKING:
     from llmctl.quant.verify import Report
@@ -33,6 +33,7 @@ def verify(
         bool, typer.Option("--write-manifest", help="If all is well, write the sha256 of every file and tensor as JSON.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a manifest that exists.")] = False,
+    as_family: AsOption = None,
     threads: ThreadsOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -54,16 +55,16 @@ def verify(
     path = resolve_model(model, progress=console.progress)
     threads = default_threads() if threads is None else threads
     if against is not None:
-        _compare(path, resolve_model(against, progress=console.progress), threads, json)
+        _compare(path, resolve_model(against, progress=console.progress), threads, json, as_family)
     elif write_manifest:
-        _write_manifest(path, manifest_file, threads, force, json)
+        _write_manifest(path, manifest_file, threads, force, json, as_family)
     else:
-        _verify(path, manifest, threads, json)
+        _verify(path, manifest, threads, json, as_family)
 
 
-def _verify(path: Path, manifest: Path | None, threads: int, json: bool) -> None:
+def _verify(path: Path, manifest: Path | None, threads: int, json: bool, family: str | None) -> None:
     started = time.perf_counter()
-    report = _run(path, threads, manifest=manifest)
+    report = _run(path, threads, manifest=manifest, family=family)
     shown.show(report, json, seconds=round(time.perf_counter() - started, 3))
 
 
@@ -74,7 +75,7 @@ def _run(path: Path, threads: int, **options: Any) -> Report:
         return run(path, threads=threads, progress=bar.update_to, **options)
 
 
-def _write_manifest(path: Path, output: Path | None, threads: int, force: bool, json: bool) -> None:
+def _write_manifest(path: Path, output: Path | None, threads: int, force: bool, json: bool, family: str | None) -> None:
     from llmctl.quant import manifest as manifests
     from llmctl.quant.convert import check_target
     from llmctl.quant.workers import Workers
@@ -84,7 +85,7 @@ def _write_manifest(path: Path, output: Path | None, threads: int, force: bool, 
     with open_checkpoint(path) as checkpoint:
         target = output if output is not None else manifests.default_path(checkpoint)
         check_target(target, force=force)
-        report = _run(path, threads, use_manifest=False)
+        report = _run(path, threads, use_manifest=False, family=family)
         if not report.ok:
             shown.show(report, json, seconds=round(time.perf_counter() - started, 3))
         total = manifests.hashed_bytes(checkpoint, tensors=True)
@@ -94,12 +95,12 @@ def _write_manifest(path: Path, output: Path | None, threads: int, force: bool, 
     shown.show_written(report, target, json, seconds=round(time.perf_counter() - started, 3))
 
 
-def _compare(path: Path, reference: Path, threads: int, json: bool) -> None:
+def _compare(path: Path, reference: Path, threads: int, json: bool, family: str | None) -> None:
     from llmctl.errors import FormatError
     from llmctl.quant.compare import compare
 
     with console.progress(f"Comparing {path} with {reference}") as bar:
-        result = compare(path, reference, threads=threads, progress=bar.update_to)
+        result = compare(path, reference, threads=threads, progress=bar.update_to, family=family)
     shown.show_comparison(result, json)
     if not result.same_tensors:
         lacking = [*result.only_here, *result.only_there, *result.misshapen]

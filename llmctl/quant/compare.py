@@ -23,6 +23,8 @@ from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.checkpoint import Checkpoint
 from llmctl.runtime.checkpoint.packed import find_packed
 from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
+from llmctl.runtime.models.family import Family
+from llmctl.runtime.models.registry import chosen_family
 from llmctl.runtime.models.weights import ModelWeights
 
 _SLICE_ELEMENTS = 1 << 18  # as float32, what three of it are stays in the cache
@@ -110,14 +112,17 @@ class _Side:
         return name if name in self.names else _HEADS.get(name) if _HEADS.get(name) in self.names else None
 
 
-def compare(path: Path, reference: Path, *, threads: int = 1, progress: Progress | None = None) -> Comparison:
+def compare(
+    path: Path, reference: Path, *, threads: int = 1, progress: Progress | None = None, family: str | None = None
+) -> Comparison:
     """The model at `path` against the one at `reference`.
 
-    threads, progress: as `Workers`. Errors: those of `open_checkpoint`; UnsupportedError for an architecture whose names are
-    not known, where GGUF is compared with safetensors.
+    threads, progress: as `Workers`. family: both are taken for one of, None for what they say they are.
+    Errors: those of `open_checkpoint`; UnsupportedError for an architecture whose names are not known, where GGUF is compared
+    with safetensors.
     """
     with open_checkpoint(path) as here, open_checkpoint(reference) as there:
-        left, right = _sides(here, there)
+        left, right = _sides(here, there, chosen_family(family))
         result = Comparison(path, reference)
         pairs = _pairs(left, right, result)
         workers = Workers(threads, progress, here.total_bytes + there.total_bytes)
@@ -129,15 +134,15 @@ def compare(path: Path, reference: Path, *, threads: int = 1, progress: Progress
     return result
 
 
-def _sides(here: Checkpoint, there: Checkpoint) -> tuple[_Side, _Side]:
+def _sides(here: Checkpoint, there: Checkpoint, family: Family | None) -> tuple[_Side, _Side]:
     """Stored names where they are the same in both, else those of the models. Packed codes are words, no numbers to subtract."""
     alike = here.kind == there.kind and set(here.names()) == set(there.names())
-    if alike and not _is_packed(here):
+    if alike and family is None and not _is_packed(here):
         return _stored_side(here), _stored_side(there)
     try:
-        return _model_side(here), _model_side(there)
+        return _model_side(here, family), _model_side(there, family)
     except (UnsupportedError, FormatError):
-        if here.kind != there.kind:
+        if here.kind != there.kind or family is not None:
             raise
         return _stored_side(here), _stored_side(there)
 
@@ -155,8 +160,8 @@ def _stored_side(checkpoint: Checkpoint) -> _Side:
     return _Side(dict.fromkeys(checkpoint.names()), checkpoint.read, lambda name: checkpoint.entry(name).format.name)
 
 
-def _model_side(checkpoint: Checkpoint) -> _Side:
-    weights = ModelWeights(checkpoint)
+def _model_side(checkpoint: Checkpoint, family: Family | None) -> _Side:
+    weights = ModelWeights(checkpoint, family)
     return _Side(dict.fromkeys(weights.names()), weights.read, lambda name: weights.stored(name).form)
 
 

@@ -36,7 +36,7 @@ from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.decoder import Decoder
 from llmctl.runtime.models.family import Family
 from llmctl.runtime.models.gguf_config import factor_tensors, metadata_from_config
-from llmctl.runtime.models.registry import family_by_model_type
+from llmctl.runtime.models.registry import chosen_family, family_by_model_type
 from llmctl.runtime.models.weights import ModelWeights, StoredWeight
 
 _QUANTIZATION_VERSION = 2  # of llama.cpp's block formats
@@ -56,9 +56,10 @@ def read_folder(
     pre: str | None = None,
     drop_surplus: bool = False,
     adapters: Sequence[Adapter] = (),
+    family: str | None = None,
 ) -> ModelSource:
     """The model in a folder. Arguments and errors as `open_source`."""
-    weights = ModelWeights(checkpoint)
+    weights = ModelWeights(checkpoint, chosen_family(family))
     names = needed_names(weights)
     left_out = left_out_of(weights, names)
     tensors = _tensors(weights, MergedWeights(weights, adapters, names), names)
@@ -90,16 +91,18 @@ class FolderWithoutWeights:
 Described = SafetensorsCheckpoint | FolderWithoutWeights
 
 
-def read_vocabulary(folder: Path, *, pre: str | None = None, drop_surplus: bool = False) -> ModelSource:
+def read_vocabulary(
+    folder: Path, *, pre: str | None = None, drop_surplus: bool = False, family: str | None = None
+) -> ModelSource:
     """The metadata and the tokenizer of a folder, which need not hold weights. Arguments and errors as `open_source`."""
     values = read_json_object(folder / "config.json")
     found = FolderWithoutWeights(folder, values, read_optional_json(folder / "generation_config.json"))
     try:
-        family = family_by_model_type(values.get("model_type"))
-        config = family.read_config(values)
+        kind = chosen_family(family) or family_by_model_type(values.get("model_type"))
+        config = kind.read_config(values)
     except LlmctlError as error:
         raise type(error)(f"{folder}: {error}") from error
-    metadata = _metadata(family, config, found, 0)
+    metadata = _metadata(kind, config, found, 0)
     tokenizer = tokenizer_keys(found, config.vocab_size, metadata, pre=pre, drop_surplus=drop_surplus)
     files = [path for path in folder.iterdir() if path.suffix != ".gguf"]
     return ModelSource(folder, "safetensors", files, metadata | tokenizer.keys, [], [], tokenizer.warnings)

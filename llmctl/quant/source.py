@@ -73,33 +73,42 @@ class ModelSource:
 
 
 def open_source(
-    path: Path, *, pre: str | None = None, drop_surplus: bool = False, adapters: Sequence[Adapter] = ()
+    path: Path,
+    *,
+    pre: str | None = None,
+    drop_surplus: bool = False,
+    adapters: Sequence[Adapter] = (),
+    family: str | None = None,
 ) -> ModelSource:
     """Read what the checkpoint says about itself and check that GGUF can say it too.
 
     path: a GGUF file or a Hugging Face folder (or its weights). pre: name of the pre-tokenizer rule to write, for a
     tokenizer whose own is not recognised. drop_surplus: leave out tokens of a folder that have no row in the embedding.
-    adapters: LoRA adapters to add to the weights.
-    Raises FormatError, UnsupportedError, ModelNotFoundError; UsageError for drop_surplus of a GGUF file.
+    adapters: LoRA adapters to add to the weights. family: it is taken for one of, None for what it says it is.
+    Raises FormatError, UnsupportedError, ModelNotFoundError; UsageError for what has no effect on a GGUF file.
     """
     checkpoint = open_checkpoint(path)
     if isinstance(checkpoint, GgufCheckpoint):
         if drop_surplus:
             raise UsageError(f"--drop-surplus is about the tokens of a folder; {path} is a GGUF file")
+        if family is not None and not adapters:
+            raise UsageError(f"--as: {path} is a GGUF file, whose types change alike whatever the family; leave it out")
         source = _gguf_source(checkpoint, pre)
-        return _with_adapters(source, checkpoint, adapters) if adapters else source
+        return _with_adapters(source, checkpoint, adapters, family) if adapters else source
     from llmctl.quant.huggingface import read_folder
 
-    return read_folder(checkpoint, pre=pre, drop_surplus=drop_surplus, adapters=adapters)
+    return read_folder(checkpoint, pre=pre, drop_surplus=drop_surplus, adapters=adapters, family=family)
 
 
-def open_vocabulary(path: Path, *, pre: str | None = None, drop_surplus: bool = False) -> ModelSource:
+def open_vocabulary(
+    path: Path, *, pre: str | None = None, drop_surplus: bool = False, family: str | None = None
+) -> ModelSource:
     """As `open_source`, without the tensors. A folder needs no weights for it."""
     if path.is_dir():
         from llmctl.quant.huggingface import read_vocabulary
 
-        return read_vocabulary(path, pre=pre, drop_surplus=drop_surplus)
-    source = open_source(path, pre=pre, drop_surplus=drop_surplus)
+        return read_vocabulary(path, pre=pre, drop_surplus=drop_surplus, family=family)
+    source = open_source(path, pre=pre, drop_surplus=drop_surplus, family=family)
     return replace(source, tensors=[], left_out=[])
 
 
@@ -115,13 +124,16 @@ def _gguf_source(checkpoint: GgufCheckpoint, pre: str | None) -> ModelSource:
     return ModelSource(checkpoint.path, "gguf", checkpoint.files, metadata, tensors)
 
 
-def _with_adapters(source: ModelSource, checkpoint: GgufCheckpoint, adapters: Sequence[Adapter]) -> ModelSource:
+def _with_adapters(
+    source: ModelSource, checkpoint: GgufCheckpoint, adapters: Sequence[Adapter], family: str | None
+) -> ModelSource:
     """Adapters name the weights as Hugging Face does, so here the family must be known."""
     from llmctl.quant.huggingface import gguf_reader, needed_names
     from llmctl.quant.lora import MergedWeights
+    from llmctl.runtime.models.registry import chosen_family
     from llmctl.runtime.models.weights import ModelWeights
 
-    weights = ModelWeights(checkpoint)
+    weights = ModelWeights(checkpoint, chosen_family(family))
     merged = MergedWeights(weights, adapters, needed_names(weights))
     changed = {merged.family.gguf_names.to_gguf(name): name for name in merged.changed}
     tensors = [

@@ -36,6 +36,7 @@ from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
 from llmctl.runtime.checkpoint.safetensors_writer import SafetensorsWriter
 from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.loading import sampling_defaults
+from llmctl.runtime.models.registry import chosen_family
 from llmctl.runtime.models.weights import ModelWeights
 from llmctl.runtime.tokenizer.folder_files import tokenizer_files
 from llmctl.runtime.tokenizer.gguf_source import describe_gguf
@@ -116,15 +117,17 @@ class FolderWritten:
     warnings: list[str] = field(default_factory=list)
 
 
-def plan_folder(path: Path, type_name: str = AUTO, adapters: Sequence[Adapter] = ()) -> FolderPlan:
-    """What `path` becomes as a folder. adapters: LoRA adapters to add to the weights.
+def plan_folder(
+    path: Path, type_name: str = AUTO, adapters: Sequence[Adapter] = (), family: str | None = None
+) -> FolderPlan:
+    """What `path` becomes as a folder. adapters: LoRA adapters to add to the weights. family: as in `open_source`.
 
     type_name: F16, BF16 or F32; "auto" is the type most of the weights have if that is one of these, else F16.
     Raises FormatError, UnsupportedError, ModelNotFoundError, each naming the file, and UsageError for another type.
     """
     checkpoint = open_checkpoint(path)
     assert isinstance(checkpoint, (GgufCheckpoint, SafetensorsCheckpoint))
-    weights = ModelWeights(checkpoint)
+    weights = ModelWeights(checkpoint, chosen_family(family))
     needed = needed_names(weights)
     left_out = left_out_of(weights, needed)
     tensors = [_tensor(weights, name) for name in needed]

@@ -21,6 +21,8 @@ from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.checkpoint import Checkpoint
 from llmctl.runtime.checkpoint.gguf_types import WRITTEN_NAME_BYTES, padding
 from llmctl.runtime.checkpoint.text import quoted
+from llmctl.runtime.models.family import Family
+from llmctl.runtime.models.registry import chosen_family
 from llmctl.runtime.models.weights import ModelWeights
 from llmctl.runtime.tokenizer import Tokenizer, load_tokenizer
 
@@ -77,11 +79,12 @@ def verify(
     use_manifest: bool = True,
     threads: int = 1,
     progress: Progress | None = None,
+    family: str | None = None,
 ) -> Report:
     """Check the model at `path`, a file or folder.
 
     manifest: to compare with; by default the one beside the weights, if there is one. use_manifest: False compares with none.
-    threads, progress: as `Workers`.
+    threads, progress: as `Workers`. family: it is taken for one of, None for what it says it is.
     Errors: ModelNotFoundError, and FormatError for a manifest that is none; faults of the model itself are findings.
     """
     report = Report(path)
@@ -101,7 +104,7 @@ def verify(
         if use_manifest and stated is None and (beside := manifests.default_path(checkpoint)).is_file():
             stated = manifests.read_manifest(beside)
         report.manifest = stated.path if stated is not None else None
-        _run_checks(report, checkpoint, stated, threads, progress)
+        _run_checks(report, checkpoint, stated, chosen_family(family), Workers(threads, progress, _work(checkpoint, stated)))
     return report
 
 
@@ -125,14 +128,17 @@ def _oddities(checkpoint: Checkpoint) -> Iterator[Finding]:
             yield Finding("warning", "structure", message, name)
 
 
+def _work(checkpoint: Checkpoint, stated: manifests.Manifest | None) -> int:
+    """Bytes that are looked at."""
+    return checkpoint.total_bytes + (manifests.hashed_bytes(checkpoint, tensors=False) if stated else 0)
+
+
 def _run_checks(
-    report: Report, checkpoint: Checkpoint, stated: manifests.Manifest | None, threads: int, progress: Progress | None
+    report: Report, checkpoint: Checkpoint, stated: manifests.Manifest | None, family: Family | None, workers: Workers
 ) -> None:
-    total = checkpoint.total_bytes + (manifests.hashed_bytes(checkpoint, tensors=False) if stated else 0)
-    workers = Workers(threads, progress, total)
     report.checks.append(_values(checkpoint, workers))
     report.checks.append(Check("groups", list(check_group_indices(checkpoint))))
-    weights, model = _model(checkpoint)
+    weights, model = _model(checkpoint, family)
     report.checks.append(model)
     report.checks.append(_tokenizer(checkpoint, weights))
     if stated is None:
@@ -146,14 +152,14 @@ def _values(checkpoint: Checkpoint, workers: Workers) -> Check:
     return Check("values", [finding for findings in found for finding in findings])
 
 
-def _model(checkpoint: Checkpoint) -> tuple[ModelWeights | None, Check]:
+def _model(checkpoint: Checkpoint, family: Family | None) -> tuple[ModelWeights | None, Check]:
     """Keys and tensors against what the architecture asks for: every one there, of the right shape, none too many."""
     check = Check("model")
     if reason := _no_model(checkpoint):
         check.skipped = reason
         return None, check
     try:
-        weights = ModelWeights(checkpoint)
+        weights = ModelWeights(checkpoint, family)
         names = needed_names(weights)
         others = weights.unneeded(names)
     except UnsupportedError as error:

@@ -21,7 +21,7 @@ from llmctl.runtime.machine import default_threads, memory
 from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.decoder import Decoder
 from llmctl.runtime.models.hf_config import token_ids
-from llmctl.runtime.models.registry import family_by_model_type, family_by_name
+from llmctl.runtime.models.registry import chosen_family, family_by_model_type
 from llmctl.runtime.models.weights import ModelWeights
 from llmctl.runtime.tokenizer import Tokenizer, load_tokenizer
 
@@ -126,7 +126,7 @@ def open_model(
     """
     choices = (backend, device, dtype, kv_type, activations)
     compute = choose_compute(*choices)
-    weights = ModelWeights(open_checkpoint(path), family_by_name(family) if family else None)
+    weights = ModelWeights(open_checkpoint(path), chosen_family(family))
     compute = fit_head_dim(compute, max(layer.head_dim for layer in weights.config.kv_layers()), *choices)
     if compute.fallback:
         _log.warning("the slow reference backend computes, since %s", compute.fallback)
@@ -147,20 +147,20 @@ def load_model(
     return open_model(path, **choices).load(threads=threads, progress=progress)
 
 
-def read_config(path: Path) -> ModelConfig:
-    """The config of a checkpoint or of a bare config.json, without reading a tensor."""
+def read_config(path: Path, family: str | None = None) -> ModelConfig:
+    """The config of a checkpoint or of a bare config.json, without reading a tensor. family: as in `open_model`."""
     if path.suffix == ".json" and not path.name.endswith(".index.json"):
-        return _bare_config(path)
+        return _bare_config(path, family)
     if path.is_dir() and (path / "config.json").is_file():
-        return _bare_config(path / "config.json")
+        return _bare_config(path / "config.json", family)
     with open_checkpoint(path) as checkpoint:
-        return ModelWeights(checkpoint).config
+        return ModelWeights(checkpoint, chosen_family(family)).config
 
 
-def _bare_config(path: Path) -> ModelConfig:
+def _bare_config(path: Path, family: str | None) -> ModelConfig:
     values = read_json_object(path)
     try:
-        return family_by_model_type(values.get("model_type")).read_config(values)
+        return (chosen_family(family) or family_by_model_type(values.get("model_type"))).read_config(values)
     except LlmctlError as error:
         raise type(error)(f"{path}: {str(error).removeprefix('config.json: ')}") from error
 

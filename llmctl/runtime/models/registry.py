@@ -58,9 +58,15 @@ def family_by_gguf_arch(arch: object) -> Family:
     return _pick({family.gguf_arch: family for family in FAMILIES}, arch, "general.architecture")
 
 
+def chosen_family(name: str | None) -> Family | None:
+    """The family that a model is to be taken for one of; None, for the one it says it is, where none is named."""
+    return None if name is None else family_by_name(name)
+
+
 def family_by_name(name: str) -> Family:
-    """The family of this name, or of a model_type of it; UsageError naming those there are."""
-    known = {key: family for family in FAMILIES for key in (family.name, *family.model_types)}
+    """The family of this name, or of a model_type or GGUF architecture of it; UsageError naming those there are."""
+    known = {family.gguf_arch: family for family in reversed(FAMILIES)}
+    known |= {key: family for family in FAMILIES for key in (family.name, *family.model_types)}
     if name not in known:
         raise UsageError(f"--as {name}: there is no such family; known: {', '.join(family.name for family in FAMILIES)}")
     return known[name]
@@ -75,9 +81,11 @@ def _pick(known: dict[str, Family], name: object, where: str) -> Family:
         return known[name]
     near = difflib.get_close_matches(name, known, n=3)
     if not near:
-        raise UnsupportedError(f"{where} {quoted(name)} is not supported yet; known: {', '.join(known)}")
+        raise UnsupportedError(
+            f"{where} {quoted(name)} is not supported yet; --as FAMILY takes it for one of another: {', '.join(known)}"
+        )
     relatives = ", ".join(map(repr, near))
     raise UnsupportedError(
         f"{where} {quoted(name)} is not supported yet; its nearest relatives are {relatives}: "
-        f"`llmctl run --as {known[near[0]].name}` tries whether it is one of them"
+        f"--as {known[near[0]].name} takes it for one of them, with every command that reads a model"
     )
