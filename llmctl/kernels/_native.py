@@ -66,15 +66,17 @@ class NativeOps:
     def prepare_vector(self, vector: np.ndarray | QuantTensor, dtype: str | None = None) -> np.ndarray:
         return np.array(dequantize(vector), np.float32)
 
-    def kv_pages(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str) -> Any:
+    def kv_pages(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str, latent: int = 0
+    ) -> Any:
         assert block_size == _BLOCK_SIZE, block_size
         padded = -(-head_dim // HEAD_DIM_STEP) * HEAD_DIM_STEP
         try:
-            return _native.KvPages(num_blocks, num_kv_heads, padded, kv_type)
+            return _native.KvPages(num_blocks, num_kv_heads, padded, kv_type, latent)
         except MemoryError as error:
-            wanted = num_blocks * block_size * num_kv_heads * padded
+            wanted = (1 if latent else 2) * num_blocks * block_size * num_kv_heads * padded
             raise OutOfMemoryError(
-                f"no memory for the KV cache ({2 * wanted} {kv_type} numbers in each layer): --ctx-size makes it smaller"
+                f"no memory for the KV cache ({wanted} {kv_type} numbers in each layer): --ctx-size makes it smaller"
             ) from error
 
     def compile(
@@ -168,9 +170,9 @@ class NativeOps:
         ones = np.ones(x.width, np.float32)
         return self._record("gated_activation", (x,), x.shape, weight=ones, activation=activation)[0]
 
-    def store_kv(self, keys: Value, values: Value, pages: Any, slots: Value) -> None:
-        keys, values = (self._fit_heads(side, pages.head_dim) for side in (keys, values))
-        self._record("store_kv", (keys, values), pages=pages)
+    def store_kv(self, keys: Value, values: Value | None, pages: Any, slots: Value) -> None:
+        stored = tuple(self._fit_heads(side, pages.head_dim) for side in (keys, values) if side is not None)
+        self._record("store_kv", stored, pages=pages)
 
     def _fit_heads(self, x: Value, head_dim: int) -> Value:
         """Heads as the attention has them: the zeros that fill them up add nothing to a score, and are cut off again."""
@@ -189,8 +191,9 @@ class NativeOps:
     ) -> Value:
         attributes = {"pages": pages, "scale": scale, "window": sliding_window, "softcap": softcap, "sinks": sinks}
         fitted = self._fit_heads(queries, pages.head_dim)
-        y = self._record("attention", (fitted,), fitted.shape, **attributes)[0]
-        return self._fit_heads(y, queries.shape[-1])
+        heads, width = fitted.shape
+        y = self._record("attention", (fitted,), (heads, pages.latent or width), **attributes)[0]
+        return self._fit_heads(y, pages.latent or queries.shape[-1])
 
     def add(self, x: Value, y: Value) -> Value:
         return self._record("add", (x, y), x.shape)[0]

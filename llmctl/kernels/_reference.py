@@ -16,6 +16,7 @@ from llmctl.kernels.embedding._reference import embedding
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.packed_int import PackedIntTensor
 from llmctl.kernels.formats.quant_tensor import QuantTensor
+from llmctl.kernels.head_linear._reference import head_linear
 from llmctl.kernels.layer_norm._reference import layer_norm
 from llmctl.kernels.linear._reference import linear
 from llmctl.kernels.rms_norm._reference import rms_norm
@@ -62,10 +63,11 @@ class ReferenceOps:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     def kv_pages(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str, latent: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        return self._empty(shape, kv_type), self._empty(shape, kv_type)
+        keys = self._empty(shape, kv_type)
+        return keys, keys[..., :latent] if latent else self._empty(shape, kv_type)
 
     def _empty(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         try:
@@ -88,6 +90,7 @@ class ReferenceOps:
         pass  # torch cannot be stopped
 
     linear = staticmethod(linear)
+    head_linear = staticmethod(head_linear)
     embedding = staticmethod(embedding)
     rms_norm = staticmethod(rms_norm)
     layer_norm = staticmethod(layer_norm)
@@ -96,7 +99,7 @@ class ReferenceOps:
     activation = staticmethod(activation)
     gated_activation = staticmethod(gated_activation)
     @staticmethod
-    def store_kv(keys: torch.Tensor, values: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor) -> None:
+    def store_kv(keys: torch.Tensor, values: torch.Tensor | None, pages: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor) -> None:
         store_kv(keys, values, *pages, slots)
 
     @staticmethod
@@ -125,6 +128,10 @@ class ReferenceOps:
     @staticmethod
     def reshape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         return x.reshape(shape)
+
+    @staticmethod
+    def join_heads(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, y], dim=-1)
 
     @staticmethod
     def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -34,13 +34,17 @@ class Ops(Protocol):
     threads: int
 
     def prepare_weight(self, weight: np.ndarray | QuantTensor | PackedIntTensor) -> Array:
-        """A matrix (out_features, in_features) in the layout this backend's linear and embedding read."""
+        """A matrix (out_features, in_features) in the layout this backend's linear and embedding read, or the matrices
+        (heads, out_features, in_features) of its head_linear."""
 
     def prepare_vector(self, vector: np.ndarray | QuantTensor, dtype: str | None = None) -> Array:
         """A norm weight (dtype "float32") or a bias (compute dtype), any stored format."""
 
-    def kv_pages(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str) -> Array:
-        """Uninitialised pages for one layer's keys and values, in a layout of the backend's own."""
+    def kv_pages(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str, latent: int = 0
+    ) -> Array:
+        """Uninitialised pages for one layer's keys and values, in a layout of the backend's own. latent: above zero, the values
+        are so many of the keys' first numbers, and are not kept beside them."""
 
     def compile(
         self, forward: Callable[[BatchDescription, Array], Array], rotary_halves: list[int]
@@ -56,6 +60,8 @@ class Ops(Protocol):
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array: ...
 
+    def head_linear(self, x: Array, weight: Array) -> Array: ...
+
     def embedding(self, token_ids: Array, table: Array, scale: float = 1.0) -> Array: ...
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array: ...
@@ -70,7 +76,7 @@ class Ops(Protocol):
 
     def activation(self, x: Array, activation: str) -> Array: ...
 
-    def store_kv(self, keys: Array, values: Array, pages: Array, slots: Array) -> None: ...
+    def store_kv(self, keys: Array, values: Array | None, pages: Array, slots: Array) -> None: ...
 
     def attention(
         self,
@@ -97,6 +103,9 @@ class Ops(Protocol):
 
     def reshape(self, x: Array, shape: tuple[int, ...]) -> Array:
         """The same elements in another shape."""
+
+    def join_heads(self, x: Array, y: Array) -> Array:
+        """x [T, num_heads, n] and y [T, num_heads, m] side by side, [T, num_heads, n + m]."""
 
     def take_rows(self, x: Array, rows: Array) -> Array:
         """x[rows]."""

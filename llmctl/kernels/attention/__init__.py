@@ -1,17 +1,20 @@
 """attention(queries, key_pages, value_pages, batch, scale, sliding_window=None, softcap=None, sinks=None) -> y
 
 queries                 [T, num_heads, head_dim]                           tokens of all sequences, one after the other
-key_pages, value_pages  [num_blocks, block_size, num_kv_heads, head_dim]   this step's keys and values already stored
+key_pages               [num_blocks, block_size, num_kv_heads, head_dim]   this step's keys and values already stored
+value_pages             the same; of latent pages the first `latent` columns of key_pages, [..., latent]
 batch                   who owns which queries and pages: `BatchDescription`
 scale                   factor on the scores, usually head_dim ** -0.5
 sliding_window          a query at position p sees keys p − window + 1 … p; None sees all up to p
 softcap                 scores become softcap · tanh(scores / softcap), before the mask
 sinks                   [num_heads] float32: a score that every query of the head has beside those of its keys, and whose value
                         is 0, so that the weights of the keys sum to less than one; neither scaled nor capped
-y                       [T, num_heads, head_dim]
+y                       [T, num_heads, head_dim], or [T, num_heads, latent]
 
-Query head h reads kv head h // (num_heads // num_kv_heads): multi-head, grouped and multi-query attention are one op.
-Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
+Query head h reads kv head h // (num_heads // num_kv_heads): multi-head, grouped and multi-query attention are one op. So is
+multi-head latent attention: its one kv head is a token's compressed latent and the rotated part of its key, side by side.
+Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023;
+DeepSeek-AI, "DeepSeek-V2", 2024, for the latent.
 """
 
 from __future__ import annotations

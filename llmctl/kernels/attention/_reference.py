@@ -18,7 +18,7 @@ def attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of every sequence of the batch over its own pages; see the contract for shapes."""
-    out = torch.empty_like(queries)
+    out = queries.new_empty(*queries.shape[:2], value_pages.shape[-1])
     for s, context_len in enumerate(batch.context_lens):
         begin, end = batch.cu_seqlens_q[s], batch.cu_seqlens_q[s + 1]
         first_key = 0 if sliding_window is None else max(0, context_len - (end - begin) - sliding_window + 1)

@@ -10,6 +10,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int64_t kItemsPerThread = 4;   // enough to even out blocks of unequal length
 constexpr int64_t kFewestRows = 24;      // below, loading a tile costs more than using it
+constexpr int64_t kFewestHeads = 8;      // the same for the heads that share a kv head
 
 class Planner {
  public:
@@ -23,6 +24,7 @@ class Planner {
     plan_.merges.clear();
     plan_.partial_rows = 0;
     int64_t tokens = block_tokens();
+    parts_ = head_parts(tokens);
     bool split = num_sequences_ * kv_heads_ < kItemsPerThread * threads_;
     for (int64_t s = 0; s < num_sequences_; ++s) {
       const AttentionSequence& sequence = sequences_[s];
@@ -32,7 +34,7 @@ class Planner {
     }
     auto partitions = [](const AttentionItem& item) { return item.last_partition - item.first_partition; };
     std::sort(plan_.items.begin(), plan_.items.end(), [partitions](const AttentionItem& a, const AttentionItem& b) {
-      return partitions(a) * a.num_queries > partitions(b) * b.num_queries;
+      return partitions(a) * a.num_queries * a.num_heads > partitions(b) * b.num_queries * b.num_heads;
     });
   }
 
@@ -46,6 +48,12 @@ class Planner {
     return tokens;
   }
 
+  // Items that the heads of a group are divided into while threads would be idle.
+  int64_t head_parts(int64_t tokens) const {
+    int64_t blocks = std::max<int64_t>(1, count_blocks(tokens)) * kv_heads_;
+    return std::clamp<int64_t>(ceil_div(threads_, blocks), 1, std::max<int64_t>(1, group_ / kFewestHeads));
+  }
+
   int64_t count_blocks(int64_t tokens) const {
     int64_t blocks = 0;
     for (int64_t s = 0; s < num_sequences_; ++s) blocks += ceil_div(sequences_[s].num_queries, tokens);
@@ -56,8 +64,10 @@ class Planner {
     int64_t position = sequences_[s].context_len - sequences_[s].num_queries + query;
     int64_t first = window_ ? std::max<int64_t>(0, position - window_ + 1) / kPartition : 0;
     int64_t last = ceil_div(position + tokens, kPartition);
-    for (int64_t head = 0; head < kv_heads_; ++head) {
-      AttentionItem item = {int32_t(s), int32_t(head), query, tokens, first, last, -1};
+    for (int64_t part = 0; part < kv_heads_ * parts_; ++part) {
+      int64_t head = part / parts_, begin = group_ * (part % parts_) / parts_, end = group_ * (part % parts_ + 1) / parts_;
+      AttentionItem item = {int32_t(s), int32_t(head), int32_t(head * group_ + begin), int32_t(end - begin), query, tokens,
+                            first, last, -1};
       if (split && last - first > 1) {
         add_split(item);
       } else {
@@ -67,10 +77,10 @@ class Planner {
   }
 
   void add_split(AttentionItem item) {
-    int64_t rows = item.num_queries * group_, count = item.last_partition - item.first_partition;
+    int64_t rows = item.num_queries * item.num_heads, count = item.last_partition - item.first_partition;
     for (int64_t row = 0; row < rows; ++row) {
-      int32_t head = int32_t(item.kv_head * group_ + row % group_);
-      plan_.merges.push_back({item.sequence, head, item.first_query + row / group_, plan_.partial_rows + row, rows, count});
+      int32_t head = int32_t(item.first_head + row % item.num_heads);
+      plan_.merges.push_back({item.sequence, head, item.first_query + row / item.num_heads, plan_.partial_rows + row, rows, count});
     }
     for (int64_t partition = item.first_partition, last = item.last_partition; partition < last; ++partition) {
       item.first_partition = partition;
@@ -82,7 +92,7 @@ class Planner {
   }
 
   const AttentionSequence* sequences_;
-  int64_t num_sequences_, kv_heads_, group_, max_rows_, window_, threads_;
+  int64_t num_sequences_, kv_heads_, group_, max_rows_, window_, threads_, parts_ = 1;
   AttentionPlan& plan_;
 };
 

@@ -5,6 +5,7 @@
 //   values  [16 tokens][head_dim padded to 16, the padding 0]
 //   Q8_0    int8 codes in the same order behind their f16 scales, one for 32 columns of a token's head:
 //           keys f16[head_dim / 32][16 tokens], values f16[16 tokens][head_dim / 32] (rounded up); value = scale * code
+//   latent  keys alone: the values are their first `latent` columns (DeepSeek-V2's compressed cache)
 // The kernels "avx512bf16" and "amx" keep BF16 in another order and as many bytes, see attention_bf16_pages.inl.hpp.
 //
 // Row invariance: keys are cut into partitions of 512 and tiles of 64 at absolute positions. A partition has an online softmax
@@ -24,12 +25,13 @@ enum class KvType : int32_t { F32, F16, BF16, Q8_0 };
 constexpr int64_t kPageTokens = 16;
 constexpr int64_t kKeyTile = 64;
 constexpr int64_t kPartition = 512;
-constexpr int64_t kMaxHeadDim = 512;   // head_dim is a multiple of 8
+constexpr int64_t kMaxHeadDim = 576;   // head_dim is a multiple of 8
 
 struct KvShape {
   KvType type;
   int64_t kv_heads;
   int64_t head_dim;
+  int64_t latent = 0;   // > 0: no values are kept, they are so many of the keys' columns
 };
 
 // One layer's pages: page p begins at data + p * page_stride. `data` and the stride are multiples of 64.
@@ -41,6 +43,7 @@ struct KvPages {
 
 // Internal linkage: a copy compiled for one instruction set must not serve the others.
 static inline int64_t padded_head_dim(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
+static inline int64_t kv_value_dim(const KvShape& shape) { return shape.latent ? shape.latent : shape.head_dim; }
 static inline int64_t kv_scales(const KvShape& shape) { return (shape.head_dim + 31) / 32; }   // of one token's head, Q8_0
 static inline int64_t kv_element_bytes(KvType type) { return type == KvType::F32 ? 4 : type == KvType::Q8_0 ? 1 : 2; }
 
@@ -50,7 +53,7 @@ static inline int64_t kv_part_bytes(const KvShape& shape, int64_t columns) {
 }
 static inline int64_t kv_key_bytes(const KvShape& shape) { return kv_part_bytes(shape, shape.head_dim); }
 static inline int64_t kv_head_bytes(const KvShape& shape) {
-  return kv_key_bytes(shape) + kv_part_bytes(shape, padded_head_dim(shape.head_dim));
+  return kv_key_bytes(shape) + (shape.latent ? 0 : kv_part_bytes(shape, padded_head_dim(shape.head_dim)));
 }
 static inline int64_t kv_page_bytes(const KvShape& shape) { return shape.kv_heads * kv_head_bytes(shape); }
 
@@ -73,20 +76,22 @@ struct AttentionCall {
   int64_t sliding_window;   // a query at p sees p - window + 1 .. p; 0: all up to p
   const float* queries;     // [tokens][num_heads][head_dim], tokens query_stride apart
   int64_t query_stride;
-  float* out;               // the same shape, tokens out_stride apart
+  float* out;               // [tokens][num_heads][kv_value_dim], tokens out_stride apart
   int64_t out_stride;
   const float* sinks = nullptr;   // [num_heads]: one more score for every query of a head, whose value is 0; null: none
 };
 
-// A block of queries of one sequence against one kv head, over partitions first .. last - 1 of its keys.
+// A block of queries of one sequence in query heads that share a kv head, over partitions first .. last - 1 of its keys.
 struct AttentionItem {
   int32_t sequence;
   int32_t kv_head;
+  int32_t first_head;       // of the query heads
+  int32_t num_heads;
   int64_t first_query;      // within the sequence
   int64_t num_queries;
   int64_t first_partition;
   int64_t last_partition;
-  int64_t partial;          // first partial row to write (one a query and head of the group); -1: writes `out`
+  int64_t partial;          // first partial row to write (one a query and head); -1: writes `out`
 };
 
 // One query head whose partitions were computed by several items: partial rows partial, partial + stride, ...
@@ -101,7 +106,7 @@ struct AttentionMerge {
 
 struct AttentionKernels {
   // One token's key and value [head_dim] of one kv head, rounded to nearest even; slot = page * 16 + offset, -1: nothing.
-  // key or value may be null: the other is stored alone.
+  // key or value may be null: the other is stored alone. Latent pages take no values.
   void (*store)(const KvPages& pages, int64_t kv_head, int64_t slot, const float* key, const float* value);
   // The same, read back.
   void (*load)(const KvPages& pages, int64_t kv_head, int64_t slot, float* key, float* value);
@@ -115,14 +120,14 @@ struct AttentionKernels {
 constexpr int64_t kBlockRows = 32;
 constexpr int64_t kScoreFloats = kPartition + 16;
 
-// Query rows (tokens x heads of the group) an item holds at most.
+// Query rows (tokens x heads) an item holds at most.
 static inline int64_t attention_max_rows(int64_t num_heads, const KvShape& shape) {
   int64_t rows = shape.head_dim <= 256 ? 192 : 96, group = num_heads / shape.kv_heads;
   return rows < group ? group : rows;
 }
 
-// Floats of one partial row: head_dim padded, then the maximum and the sum.
-static inline int64_t attention_partial_floats(const KvShape& shape) { return padded_head_dim(shape.head_dim) + 16; }
+// Floats of one partial row: kv_value_dim padded, then the maximum and the sum.
+static inline int64_t attention_partial_floats(const KvShape& shape) { return padded_head_dim(kv_value_dim(shape)) + 16; }
 
 // Floats of one thread's scratch, 64-byte aligned.
 static inline int64_t attention_scratch_floats(int64_t num_heads, const KvShape& shape) {

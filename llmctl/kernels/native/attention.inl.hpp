@@ -1,4 +1,4 @@
-// Attention of one item: a block of query rows (tokens x heads of a group) against the keys of one kv head, tile by tile.
+// Attention of one item: a block of query rows (tokens x heads that share a kv head) against the keys of one kv head, tile by tile.
 // Decode and prefill are the same code; only the number of rows differs. See attention.hpp for what fixes the order of sums.
 #pragma once
 
@@ -88,18 +88,19 @@ class ItemRun {
         item_(item),
         shape_(call.pages.shape),
         sequence_(call.sequences[item.sequence]),
-        group_(call.num_heads / shape_.kv_heads),
+        group_(item.num_heads),
         rows_(item.num_queries * group_),
         width_(padded_head_dim(shape_.head_dim)),
+        value_width_(padded_head_dim(kv_value_dim(shape_))),
         first_position_(sequence_.context_len - sequence_.num_queries + item.first_query) {
     int64_t most = attention_max_rows(call.num_heads, shape_), lanes = (most + 15) / 16 * 16;
     auto take = [&scratch](int64_t floats) { float* p = scratch; scratch += floats; return p; };
     queries_ = take(most * width_);
     keys_ = take(shape_.head_dim * kKeyTile);
-    values_ = take(kKeyTile * width_);
+    values_ = take(kKeyTile * value_width_);
     scores_ = take(most * kKeyTile);
-    partition_ = {take(lanes), take(lanes), take(most * width_)};
-    total_ = {take(lanes), take(lanes), take(most * width_)};
+    partition_ = {take(lanes), take(lanes), take(most * value_width_)};
+    total_ = {take(lanes), take(lanes), take(most * value_width_)};
     lane_sums_ = take(most * 16);
     factors_ = take(lanes);
     tile_maxima_ = take(lanes);
@@ -123,7 +124,7 @@ class ItemRun {
   }
 
  private:
-  struct Softmax { float *maxima, *sums, *rows; };   // rows [rows][width]: values weighted, not yet divided by the sum
+  struct Softmax { float *maxima, *sums, *rows; };   // rows [rows][value_width]: weighted, not yet divided by the sum
 
   // Keys [low, high) of the tile that begins at `start` are those that token `i` of the block sees; none if low >= high.
   int64_t low(int64_t start, int64_t i) const {
@@ -136,7 +137,7 @@ class ItemRun {
     int64_t dim = shape_.head_dim;
     for (int64_t r = 0; r < rows_; ++r) {
       const float* query = call_.queries + (sequence_.first_query + item_.first_query + r / group_) * call_.query_stride +
-                           (item_.kv_head * group_ + r % group_) * dim;
+                           (item_.first_head + r % group_) * dim;
       for (int64_t d = 0; d < dim; d += 16) {
         store_f32(queries_ + r * width_ + d, mul(load_f32_first(query + d, int(smaller(16, dim - d))), factor));
       }
@@ -146,7 +147,7 @@ class ItemRun {
   void clear_partition() {
     for (int64_t r = 0; r < rows_; r += 16) store_f32(partition_.maxima + r, set_f32(-INFINITY));
     for (int64_t r = 0; r < rows_; ++r) store_f32(lane_sums_ + 16 * r, zero_f32());
-    for (int64_t i = 0; i < rows_ * width_; i += 16) store_f32(partition_.rows + i, zero_f32());
+    for (int64_t i = 0; i < rows_ * value_width_; i += 16) store_f32(partition_.rows + i, zero_f32());
   }
 
   void run_partition(int64_t index) {
@@ -191,7 +192,9 @@ class ItemRun {
         continue;
       }
       load_keys(shape_, head, keys_ + key);
-      load_values(shape_, head, larger(first_key - key, 0), smaller(last_key - key, kPageTokens), key, values_);
+      int64_t first = larger(first_key - key, 0), last = smaller(last_key - key, kPageTokens);
+      if (shape_.latent) turn_keys(shape_, keys_, first, last, key, values_);
+      else load_values(shape_, head, first, last, key, values_);
     }
   }
 
@@ -199,7 +202,7 @@ class ItemRun {
     return page_head(call_.pages, sequence_.block_table[key / kPageTokens], item_.kv_head);
   }
 
-  bool direct() const { return rows_ <= kDirectRows; }
+  bool direct() const { return rows_ <= kDirectRows && !shape_.latent; }
 
   template <class Rows>
   void score_block(int64_t row, int64_t rows, int64_t begin, int64_t end, const Rows& keys) {
@@ -272,11 +275,11 @@ class ItemRun {
   void add_values(int64_t first, int64_t last, int64_t begin, int64_t end) {
     if (first >= last) return;
     if (direct()) return add_page_values(first, last, begin, end);
-    for (int64_t panel = 0; panel < width_; panel += 64) {
-      int64_t columns = smaller(64, width_ - panel);
+    for (int64_t panel = 0; panel < value_width_; panel += 64) {
+      int64_t columns = smaller(64, value_width_ - panel);
       LoadedRows values = {values_ + panel * kKeyTile + begin * columns, columns};
       multiply(last - first, columns / 16, scores_ + first * kKeyTile + begin, kKeyTile, end - begin, values,
-               factors_ + first, partition_.rows + first * width_ + panel, width_);
+               factors_ + first, partition_.rows + first * value_width_ + panel, value_width_);
     }
   }
 
@@ -288,8 +291,8 @@ class ItemRun {
       int64_t next = smaller((key / kPageTokens + 1) * kPageTokens, end);
       with_element(shape_.type, [&](auto element) {
         auto values = page_values<decltype(element)>(shape_, heads_[key / kPageTokens], key % kPageTokens, values_);
-        multiply(last - first, width_ / 16, scores_ + first * kKeyTile + key, kKeyTile, next - key, values, factors,
-                 partition_.rows + first * width_, width_);
+        multiply(last - first, value_width_ / 16, scores_ + first * kKeyTile + key, kKeyTile, next - key, values, factors,
+                 partition_.rows + first * value_width_, value_width_);
       });
       key = next;
     }
@@ -309,25 +312,27 @@ class ItemRun {
       store_f32(first, weights.first);
       store_f32(second, weights.second);
       for (int64_t i = 0; i < smaller(16, rows_ - r); ++i) {
-        merge_row(total_.rows + (r + i) * width_, first[i], partition_.rows + (r + i) * width_, second[i], width_);
+        merge_row(total_.rows + (r + i) * value_width_, first[i], partition_.rows + (r + i) * value_width_, second[i],
+                  value_width_);
       }
     }
   }
 
   void write_partial(float* partial) const {
     for (int64_t r = 0; r < rows_; ++r, partial += attention_partial_floats(shape_)) {
-      for (int64_t d = 0; d < width_; d += 16) store_f32(partial + d, load_f32(partition_.rows + r * width_ + d));
-      partial[width_] = partition_.maxima[r];
-      partial[width_ + 1] = partition_.sums[r];
+      for (int64_t d = 0; d < value_width_; d += 16) store_f32(partial + d, load_f32(partition_.rows + r * value_width_ + d));
+      partial[value_width_] = partition_.maxima[r];
+      partial[value_width_ + 1] = partition_.sums[r];
     }
   }
 
   void write_out() const {
+    const int64_t dim = kv_value_dim(shape_);
     for (int64_t r = 0; r < rows_; ++r) {
-      int64_t head = item_.kv_head * group_ + r % group_;
+      int64_t head = item_.first_head + r % group_;
       float* out = call_.out + (sequence_.first_query + item_.first_query + r / group_) * call_.out_stride +
-                   head * shape_.head_dim;
-      write_row(total_.rows + r * width_, row_factor(call_, head, total_.maxima[r], total_.sums[r]), shape_.head_dim, out);
+                   head * dim;
+      write_row(total_.rows + r * value_width_, row_factor(call_, head, total_.maxima[r], total_.sums[r]), dim, out);
     }
   }
 
@@ -335,7 +340,7 @@ class ItemRun {
   const AttentionItem& item_;
   const KvShape& shape_;
   const AttentionSequence& sequence_;
-  const int64_t group_, rows_, width_;
+  const int64_t group_, rows_, width_, value_width_;   // group: heads of the item
   const int64_t first_position_;   // of the block's first token
   PageHead heads_[kKeyTile / kPageTokens];   // the pages of the tile at hand
   float *queries_, *keys_, *values_, *scores_;   // [rows][width], [head_dim][64], panels (load_values), [rows][64]

@@ -86,7 +86,7 @@ class BlockRun {
         item_(item),
         sequence_(call.sequences[item.sequence]),
         dim_(call.pages.shape.head_dim),
-        group_(call.num_heads / call.pages.shape.kv_heads),
+        group_(item.num_heads),
         rows_(item.num_queries * group_),
         first_position_(sequence_.context_len - sequence_.num_queries + item.first_query),
         factor_(call.softcap != 0 || call.scale == 0 ? 1.0f : fabsf(call.scale) * kLog2E) {
@@ -123,7 +123,7 @@ class BlockRun {
     F32 sign = set_f32(call_.softcap != 0 ? 1.0f : call_.scale < 0 ? -1.0f : call_.scale == 0 ? 0.0f : 1.0f);
     for (int64_t r = 0; r < rows_; ++r) {
       const float* query = call_.queries + (sequence_.first_query + item_.first_query + r / group_) * call_.query_stride +
-                           (item_.kv_head * group_ + r % group_) * dim_;
+                           (item_.first_head + r % group_) * dim_;
       for (int64_t d = 0; d < dim_; d += 16) {
         __m256bh rounded = _mm512_cvtneps_pbh(mul(load_f32(query + d), sign).v);
         _mm256_storeu_si256((__m256i*)(queries_ + (r * dim_ + d) * 2), (__m256i)rounded);
@@ -235,7 +235,7 @@ class BlockRun {
 
   void write_out() const {
     for (int64_t r = 0; r < rows_; ++r) {
-      int64_t head = item_.kv_head * group_ + r % group_;
+      int64_t head = item_.first_head + r % group_;
       float* out = call_.out + (sequence_.first_query + item_.first_query + r / group_) * call_.out_stride + head * dim_;
       write_row(total_.rows + r * dim_, row_factor(call_, head, total_.maxima[r], total_.sums[r]), dim_, out);
     }

@@ -48,7 +48,7 @@ inline void write_row(const float* row, float factor, int64_t n, float* out) {  
 }
 
 inline void merge_item(const AttentionCall& call, const AttentionMerge& merge, const float* partials) {
-  int64_t size = attention_partial_floats(call.pages.shape), width = padded_head_dim(call.pages.shape.head_dim);
+  int64_t size = attention_partial_floats(call.pages.shape), dim = kv_value_dim(call.pages.shape), width = padded_head_dim(dim);
   float total[kMaxHeadDim] = {}, first[16], second[16];
   F32 maximum = set_f32(-INFINITY), sum = zero_f32();
   for (int64_t i = 0; i < merge.count; ++i) {
@@ -63,7 +63,6 @@ inline void merge_item(const AttentionCall& call, const AttentionMerge& merge, c
   store_f32(first, sum);
   store_f32(second, maximum);
   const AttentionSequence& sequence = call.sequences[merge.sequence];
-  int64_t dim = call.pages.shape.head_dim;
   float factor = row_factor(call, merge.head, second[0], first[0]);
   write_row(total, factor, dim, call.out + (sequence.first_query + merge.query) * call.out_stride + merge.head * dim);
 }

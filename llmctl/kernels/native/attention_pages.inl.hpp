@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_merge.inl.hpp"
+#include "transpose.inl.hpp"
 
 namespace llmctl::LLMCTL_ISA {
 
@@ -199,6 +200,19 @@ inline void load_values(const KvShape& shape, const PageHead& head, int64_t firs
   });
 }
 
+// The values of latent pages: the first dimensions of a loaded tile of keys, turned. As load_values otherwise.
+inline void turn_keys(const KvShape& shape, const float* keys, int64_t first, int64_t last, int64_t token, float* out) {
+  const int64_t width = padded_head_dim(shape.latent);
+  for (int64_t d = 0; d < width; d += 16) {
+    int64_t panel = d / 64 * 64, columns = smaller(64, width - panel);
+    float* to = out + panel * kKeyTile + token * columns + d - panel;
+    F32 rows[16];
+    for (int64_t i = 0; i < 16; ++i) rows[i] = d + i < shape.head_dim ? load_f32(keys + (d + i) * kKeyTile + token) : zero_f32();
+    transpose(rows);
+    for (int64_t row = first; row < last; ++row) store_f32(to + row * columns, rows[row]);
+  }
+}
+
 inline void load(const KvPages& pages, int64_t kv_head, int64_t slot, float* key, float* value) {
   PageHead head = page_head(pages, slot / kPageTokens, kv_head);
   int64_t offset = slot % kPageTokens, dim = pages.shape.head_dim;
@@ -208,6 +222,10 @@ inline void load(const KvPages& pages, int64_t kv_head, int64_t slot, float* key
     for (int64_t d = 0; d < dim; ++d) {
       store_f32(tokens, PageKeys<T>{&head}.at(d, 0));
       key[d] = tokens[offset];
+    }
+    if (pages.shape.latent) {
+      memcpy(value, key, pages.shape.latent * sizeof(float));
+      return;
     }
     auto values = page_values<T>(pages.shape, head, offset, scales);
     for (int64_t d = 0; d < dim; d += 16) store_f32_first(value + d, values.at(0, int(d / 16)), int(smaller(16, dim - d)));

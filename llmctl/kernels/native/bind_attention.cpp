@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -51,15 +52,17 @@ void require_rows(const KvMemory& memory, const Rows& rows, size_t tokens) {
 // 0xFF everywhere is a NaN in every type (of Q8_0: in the scales), so that a read of what was never stored shows.
 void fill_pages(KvMemory& memory, uint8_t byte) { std::memset(memory.pages().data, byte, size_t(memory.bytes())); }
 
-void store_rows(const std::string& isa, KvMemory& memory, const Rows& keys, const Rows& values, const Integers& slots) {
+void store_rows(const std::string& isa, KvMemory& memory, const Rows& keys, const std::optional<Rows>& values,
+                const Integers& slots) {
   require_rows(memory, keys, slots.size());
-  require_rows(memory, values, slots.size());
+  require(values.has_value() != (memory.pages().shape.latent > 0), "latent pages take no values, others need them");
+  if (values) require_rows(memory, *values, slots.size());
   require_slots(memory, slots, -1);
   const KvShape& shape = memory.pages().shape;
   for (size_t t = 0; t < slots.size(); ++t) {
     for (int64_t head = 0; head < shape.kv_heads; ++head) {
       int64_t row = (int64_t(t) * shape.kv_heads + head) * shape.head_dim;
-      kernels_named(isa).attention->store(memory.pages(), head, slots(t), keys.data() + row, values.data() + row);
+      kernels_named(isa).attention->store(memory.pages(), head, slots(t), keys.data() + row, values ? values->data() + row : nullptr);
     }
   }
 }
@@ -68,11 +71,12 @@ nb::tuple load_rows(const std::string& isa, const KvMemory& memory, const Intege
   require_slots(memory, slots, 0);
   const KvShape& shape = memory.pages().shape;
   NewRows keys = new_rows(slots.size(), shape.kv_heads, shape.head_dim);
-  NewRows values = new_rows(slots.size(), shape.kv_heads, shape.head_dim);
+  NewRows values = new_rows(slots.size(), shape.kv_heads, kv_value_dim(shape));
   for (size_t t = 0; t < slots.size(); ++t) {
     for (int64_t head = 0; head < shape.kv_heads; ++head) {
-      int64_t row = (int64_t(t) * shape.kv_heads + head) * shape.head_dim;
-      kernels_named(isa).attention->load(memory.pages(), head, slots(t), keys.data() + row, values.data() + row);
+      int64_t row = int64_t(t) * shape.kv_heads + head;
+      kernels_named(isa).attention->load(memory.pages(), head, slots(t), keys.data() + row * shape.head_dim,
+                                         values.data() + row * kv_value_dim(shape));
     }
   }
   return nb::make_tuple(keys, values);
@@ -123,9 +127,9 @@ NewRows bound_attention(const std::string& isa, const KvMemory& memory, const Ro
   require(sliding_window >= 0 && softcap >= 0 && threads > 0, "window and softcap are 0 or positive, threads positive");
   require(!sinks || int64_t(sinks->size()) == heads, "one sink a query head");
   auto sequences = sequences_of(cu_seqlens_q, context_lens, block_tables, tokens, memory.num_pages());
-  NewRows out = new_rows(queries.shape(0), heads, shape.head_dim);
+  NewRows out = new_rows(queries.shape(0), heads, kv_value_dim(shape));
   AttentionCall call = {memory.pages(), sequences.data(), heads, scale, softcap, sliding_window, queries.data(), row,
-                        out.data(), row, sinks ? sinks->data() : nullptr};
+                        out.data(), heads * kv_value_dim(shape), sinks ? sinks->data() : nullptr};
   AttentionPlan plan;
   plan_attention(sequences.data(), int64_t(sequences.size()), heads, shape, sliding_window, threads, plan);
   const AttentionKernels& kernels = *kernels_named(isa).attention;
@@ -138,7 +142,8 @@ NewRows bound_attention(const std::string& isa, const KvMemory& memory, const Ro
 
 void bind_attention(nb::module_& m) {
   m.def("fill_pages", &fill_pages, nb::arg("pages"), nb::arg("byte"));
-  m.def("store_kv", &store_rows, nb::arg("isa"), nb::arg("pages"), nb::arg("keys"), nb::arg("values"), nb::arg("slots"));
+  m.def("store_kv", &store_rows, nb::arg("isa"), nb::arg("pages"), nb::arg("keys"), nb::arg("values").none(),
+        nb::arg("slots"));
   m.def("load_kv", &load_rows, nb::arg("isa"), nb::arg("pages"), nb::arg("slots"));
   m.def("attention", &bound_attention, nb::arg("isa"), nb::arg("pages"), nb::arg("queries"), nb::arg("cu_seqlens_q"),
         nb::arg("context_lens"), nb::arg("block_tables"), nb::arg("scale"), nb::arg("sliding_window") = 0,

@@ -242,9 +242,10 @@ void bind_program(nb::module_& m) {
       .value("Fit", RowKind::Fit)
       .value("Gather", RowKind::Gather);
   nb::class_<KvMemory>(m, "KvPages")
-      .def(nb::init<int64_t, int64_t, int64_t, const std::string&>(), nb::arg("num_pages"), nb::arg("kv_heads"),
-           nb::arg("head_dim"), nb::arg("type"))
+      .def(nb::init<int64_t, int64_t, int64_t, const std::string&, int64_t>(), nb::arg("num_pages"), nb::arg("kv_heads"),
+           nb::arg("head_dim"), nb::arg("type"), nb::arg("latent") = 0)
       .def_prop_ro("head_dim", [](const KvMemory& self) { return self.pages().shape.head_dim; })
+      .def_prop_ro("latent", [](const KvMemory& self) { return self.pages().shape.latent; })
       .def_prop_ro("nbytes", &KvMemory::bytes);
   nb::class_<OwningRowOp>(m, "RowOp")
       .def("__init__", [](OwningRowOp* self, RowKind kind) { new (self) OwningRowOp(kind); })

@@ -19,10 +19,14 @@ KvType type_named(const std::string& name) {
 
 }  // namespace
 
-KvMemory::KvMemory(int64_t num_pages, int64_t kv_heads, int64_t head_dim, const std::string& type)
-    : pages_{{type_named(type), kv_heads, head_dim}, nullptr, 0}, bytes_(0) {
+KvMemory::KvMemory(int64_t num_pages, int64_t kv_heads, int64_t head_dim, const std::string& type, int64_t latent)
+    : pages_{{type_named(type), kv_heads, head_dim, latent}, nullptr, 0}, bytes_(0) {
   if (head_dim <= 0 || head_dim > kMaxHeadDim || head_dim % 8)
-    throw std::invalid_argument("head_dim must be a multiple of 8 up to 512, found " + std::to_string(head_dim));
+    throw std::invalid_argument("head_dim must be a multiple of 8 up to " + std::to_string(kMaxHeadDim) + ", found " +
+                                std::to_string(head_dim));
+  if (latent < 0 || latent > head_dim)
+    throw std::invalid_argument("latent values must be 0 to " + std::to_string(head_dim) + " columns of the keys, found " +
+                                std::to_string(latent));
   pages_.page_stride = kv_page_bytes(pages_.shape);
   bytes_ = std::max<int64_t>(1, num_pages) * pages_.page_stride;
   void* memory = mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ | PROT_WRITE,

@@ -10,9 +10,9 @@ namespace llmctl {
 
 class KvMemory {
  public:
-  // type: f32, f16, bf16 or q8_0. std::invalid_argument for another one, or a head_dim that attention.hpp excludes;
-  // std::bad_alloc where the address space does not hold it.
-  KvMemory(int64_t num_pages, int64_t kv_heads, int64_t head_dim, const std::string& type);
+  // type: f32, f16, bf16 or q8_0. latent: of KvShape. std::invalid_argument for another type, or sizes that attention.hpp
+  // excludes; std::bad_alloc where the address space does not hold it.
+  KvMemory(int64_t num_pages, int64_t kv_heads, int64_t head_dim, const std::string& type, int64_t latent = 0);
   ~KvMemory();
   KvMemory(const KvMemory&) = delete;
   KvMemory& operator=(const KvMemory&) = delete;

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "linear_int8.inl.hpp"
+#include "transpose.inl.hpp"
 
 namespace llmctl::LLMCTL_ISA {
 
@@ -28,36 +29,6 @@ template <class S, int T> struct Panel {
   float sum[S::kMinimum ? T : 1];     // scale * sum of codes
   int32_t start[S::kStart ? T : 1];   // -sum of codes
 };
-
-// Which of two rows' lanes (the second's from 16 on) make the rows that have squares of Width lanes exchanged.
-template <int Width> struct alignas(64) ExchangeTable {
-  int32_t first[16], second[16];
-  constexpr ExchangeTable() : first(), second() {
-    for (int lane = 0; lane < 16; ++lane) {
-      first[lane] = lane & Width ? 16 + lane - Width : lane;
-      second[lane] = first[lane] + Width;
-    }
-  }
-};
-template <int Width> constexpr ExchangeTable<Width> kExchange;
-
-// rows[i] lane j to rows[j] lane i: single lanes, then squares of 2, 4 and 8 change places across the diagonal.
-template <int Width> LLMCTL_INLINE void transpose_step(F32* rows) {
-  __m512i first = _mm512_load_si512(kExchange<Width>.first), second = _mm512_load_si512(kExchange<Width>.second);
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) {
-    if (i & Width) continue;
-    __m512 a = rows[i].v, b = rows[i + Width].v;
-    rows[i].v = _mm512_permutex2var_ps(a, first, b);
-    rows[i + Width].v = _mm512_permutex2var_ps(a, second, b);
-  }
-}
-LLMCTL_INLINE void transpose(F32* rows) {
-  transpose_step<1>(rows);
-  transpose_step<2>(rows);
-  transpose_step<4>(rows);
-  transpose_step<8>(rows);
-}
 
 // One token's scales and sums of 16 blocks, `left` of which exist.
 struct TokenScalars {

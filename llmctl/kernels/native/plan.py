@@ -191,11 +191,11 @@ class Planner:
     def _absorb_store(
         self, product: _Product, node: Node, value: Value, head_dim: int, known: set[tuple[int, int]]
     ) -> Value | None:
-        """Keys and values are written by their own products; only if both can be. The first of the two decides."""
-        values = node.inputs[1]
+        """Keys and values are written by their own products; only if both can be. The first of the two decides. Latent pages
+        have no values."""
         if node.number not in self._done and not all(self._can_store(product, side, head_dim, known) for side in node.inputs):
             return None
-        product.store, product.is_value, product.head_dim = node, value.key == values.key, head_dim
+        product.store, product.is_value, product.head_dim = node, value.key != node.inputs[0].key, head_dim
         return value
 
     def _can_store(self, product: _Product, value: Value, head_dim: int, known: set[tuple[int, int]]) -> bool:

@@ -397,7 +397,8 @@ void Program::MatrixPhase::program_row(Program& program, Worker& worker, const R
       const int64_t heads = program.buffers_[op.a].width / op.width;
       for (int64_t head = 0; head < heads; head++) {
         const int64_t first = head * op.width;
-        kernels.attention->store(*op.pages, head, step.slots[row], at(op.a, row) + first, at(op.b, row) + first);
+        const float* value = op.b < 0 ? nullptr : at(op.b, row) + first;
+        kernels.attention->store(*op.pages, head, step.slots[row], at(op.a, row) + first, value);
       }
       break;
     }

@@ -39,7 +39,7 @@ enum class RowKind : int32_t { Embedding, Angles, RmsNorm, LayerNorm, Rotary, Ga
 //   Add        a + b                Scale, Softcap   of a by factor
 //   Growth     a times 1 + factor * log(1 + position / width), the quotient a whole number
 //   Take       the row of a that the batch asks logits for
-//   Store      keys a and values b into the pages, at the token's slot
+//   Store      keys a and values b (none for latent pages) into the pages, at the token's slot
 //   Fit        heads of `width` elements become as many of out's width: cut, or filled up with zeros
 //   Gather     the elements of a in the order given, as the columns of a weight that was reordered
 struct RowOp {

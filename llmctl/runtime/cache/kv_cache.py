@@ -19,7 +19,7 @@ class KvCache:
     ) -> None:
         self.num_blocks, self.block_size, self.kv_type = num_blocks, block_size, kv_type
         self._layers = [
-            ops.kv_pages(num_blocks, block_size, layer.num_kv_heads, layer.head_dim, kv_type) for layer in layers
+            ops.kv_pages(num_blocks, block_size, layer.num_kv_heads, layer.head_dim, kv_type, layer.latent) for layer in layers
         ]
 
     def layer(self, index: int) -> Array:

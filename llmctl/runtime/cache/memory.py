@@ -15,12 +15,14 @@ KV_TYPES = (*_PLAIN, *_BLOCK)
 class LayerShape:
     """What one layer keeps per token: num_kv_heads · head_dim elements for keys and as many for values.
 
-    sliding_window: tokens a query can still see; None for all.
+    sliding_window: tokens a query can still see; None for all. latent: above zero, the values are so many of the keys' own
+    elements, and nothing is kept for them.
     """
 
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
+    latent: int = 0
 
 
 def row_bytes(elements: int, kv_type: str) -> int | None:
@@ -35,7 +37,7 @@ def row_bytes(elements: int, kv_type: str) -> int | None:
 def layer_bytes_per_token(layer: LayerShape, kv_type: str) -> int | None:
     """Bytes of keys and values one token adds to a layer; None where the type does not fit head_dim."""
     row = row_bytes(layer.head_dim, kv_type)
-    return None if row is None else 2 * layer.num_kv_heads * row
+    return None if row is None else (1 if layer.latent else 2) * layer.num_kv_heads * row
 
 
 def bytes_per_token(layers: Sequence[LayerShape], kv_type: str) -> int | None:

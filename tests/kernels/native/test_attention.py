@@ -38,6 +38,7 @@ class Sequences:
     queries: list[np.ndarray]
     window: int | None = None
     softcap: float | None = None
+    latent: int = 0
     sinks: bool = False
 
     @property
@@ -49,7 +50,8 @@ class Sequences:
         """The keys and values of tokens first … last − 1."""
         tokens = np.arange(first, last)
         slots = self.tables[sequence][tokens // PAGE] * PAGE + tokens % PAGE
-        native.store_kv(self.isa, self.pages, self.keys[sequence][first:last], self.values[sequence][first:last], slots)
+        values = None if self.latent else self.values[sequence][first:last]
+        native.store_kv(self.isa, self.pages, self.keys[sequence][first:last], values, slots)
 
     def attend(self, ranges: list[tuple[int, int]], threads: int = 1) -> np.ndarray:
         """One call: tokens first … last − 1 of each sequence, after they have been stored."""
@@ -72,17 +74,18 @@ class Sequences:
     @property
     def rounds(self) -> bool:
         """Whether queries and weights are rounded to bf16, as products of pairs want them."""
-        return self.isa in ROUNDING and self.type == "bf16" and self.keys[0].shape[-1] % 32 == 0
+        return self.isa in ROUNDING and self.type == "bf16" and self.keys[0].shape[-1] % 32 == 0 and not self.latent
 
     def reference(self, ranges: list[tuple[int, int]], magnitudes: bool = False) -> np.ndarray:
         """What the reference makes of the keys and values that were stored, as they read back; of the values' magnitudes."""
         count = 1 + max(int(table.max()) for table in self.tables)
         kv_heads, head_dim = self.keys[0].shape[1:]
-        key_pages, value_pages = (np.zeros((count, PAGE, kv_heads, head_dim), np.float32) for _ in range(2))
+        widths = head_dim, self.latent or head_dim
+        key_pages, value_pages = (np.zeros((count, PAGE, kv_heads, width), np.float32) for width in widths)
         for table, (_, last) in zip(self.tables, ranges, strict=True):
             slots = table[np.arange(last) // PAGE] * PAGE + np.arange(last) % PAGE
-            stored = native.load_kv(self.isa, self.pages, slots)
-            key_pages.reshape(-1, kv_heads, head_dim)[slots], value_pages.reshape(-1, kv_heads, head_dim)[slots] = stored
+            for pages, stored in zip((key_pages, value_pages), native.load_kv(self.isa, self.pages, slots), strict=True):
+                pages.reshape(-1, *stored.shape[1:])[slots] = stored
         if magnitudes:
             value_pages = np.abs(value_pages)
         queries = np.concatenate([self.queries[s][first:last] for s, (first, last) in enumerate(ranges)])
@@ -118,7 +121,7 @@ def make(
     counts = [-(-length // PAGE) for length in lengths]
     numbers = rng.permutation(sum(counts) + 3).astype(np.int64)
     tables = np.split(numbers[: sum(counts)], np.cumsum(counts)[:-1])
-    pages = native.KvPages(len(numbers), kv_heads, head_dim, type)
+    pages = native.KvPages(len(numbers), kv_heads, head_dim, type, options.get("latent", 0))
     native.fill_pages(pages, 0xFF)
 
     def normal(*shape: int) -> np.ndarray:
@@ -397,6 +400,57 @@ def test_scales_of_any_sign(isa: str, type: str) -> None:
     values = native.load_kv(isa, sequences.pages, slots)[1]
     means = np.cumsum(values, axis=0) / np.arange(1, 71)[:, None, None]
     np.testing.assert_allclose(attend(queries, 0.0), np.broadcast_to(means, queries.shape), rtol=1e-5, atol=1e-5)
+
+
+LATENT = pytest.mark.parametrize(
+    ("heads", "head_dim", "latent"), [(3, 24, 16), (5, 24, 17), (16, 48, 40), (9, 72, 64), (33, 96, 64), (16, 576, 512)]
+)
+
+
+@every_isa
+@pytest.mark.parametrize("type", TYPES)
+@LATENT
+def test_values_that_are_a_part_of_the_keys(isa: str, type: str, heads: int, head_dim: int, latent: int) -> None:
+    sequences = make(isa, [75], heads, 1, head_dim, type, latent=latent)
+    sequences.queries[0] /= 2  # sums of 576 products
+    found = sequences.attend([(0, 75)], threads=2)
+    assert found.shape == (75, heads, latent)
+    assert_right(sequences, found, [(0, 75)])
+    last = [(70, 75)]
+    assert_right(sequences, sequences.attend(last), last)
+
+
+@every_isa
+@pytest.mark.parametrize("type", TYPES)
+def test_bits_of_latent_pages(isa: str, type: str) -> None:
+    """However heads, tokens and keys are divided: one thread or many, chunks of any size, beyond a partition."""
+    whole = make(isa, [540], 20, 1, 40, type, latent=32, window=530).in_chunks(540)
+    assert np.isfinite(whole).all()
+    for size in (1, 7, 64):
+        again = make(isa, [540], 20, 1, 40, type, latent=32, window=530).in_chunks(size, threads=1 + size % 3)
+        np.testing.assert_array_equal(again, whole, err_msg=f"chunks of {size}")
+
+
+@every_isa
+@pytest.mark.parametrize("type", TYPES)
+def test_latent_keys_that_a_query_does_not_see_leave_no_trace(isa: str, type: str) -> None:
+    clean, spoilt = (make(isa, [130], 6, 1, 64, type, latent=48) for _ in range(2))
+    spoilt.keys[0][100:] = np.nan
+    before, after = clean.attend([(0, 130)]), spoilt.attend([(0, 130)])
+    np.testing.assert_array_equal(after[:100], before[:100])
+    assert np.isnan(after[100:]).all()
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_latent_pages_keep_the_keys_alone(type: str) -> None:
+    isa = native.available_isas()[0]
+    pages = native.KvPages(10, 1, 64, type, latent=32)
+    assert 2 * pages.nbytes == native.KvPages(10, 1, 64, type).nbytes
+    rows = np.zeros((1, 1, 64), np.float32)
+    with pytest.raises(ValueError, match="latent pages take no values"):
+        native.store_kv(isa, pages, rows, rows, np.zeros(1, np.int64))
+    with pytest.raises(ValueError, match="latent values must be 0 to 64 columns of the keys, found 65"):
+        native.KvPages(10, 1, 64, type, latent=65)
 
 
 def test_pages_of_q8_0_are_about_half_of_f16() -> None:
