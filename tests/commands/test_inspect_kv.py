@@ -188,8 +188,8 @@ def stub_engine_bytes():
     def measure(context: int) -> tuple[int, int]:
         sizes = []
 
-        def kv_pages(blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str) -> None:
-            assert kv_type == "f32"
+        def kv_pages(blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str, latent: int) -> None:
+            assert (kv_type, latent) == ("f32", 0)
             sizes.append(2 * 4 * blocks * block_size * num_kv_heads * head_dim)
 
         config = SimpleNamespace(kv_layers=lambda: (LayerShape(2, 32),) * 3)
