@@ -54,8 +54,8 @@ def inspect_kv(
 ) -> None:
     """Show what the KV cache of a model costs: bytes per token and layer, totals for context x batch x type.
 
-    MODEL may also be a bare config.json. ALLOCATED is what the engine takes, which keeps every token in pages; LEAST is what
-    the architecture needs, where a sliding window lets old tokens go.
+    MODEL may also be a bare config.json. ALLOCATED is what the engine takes: pages for every token, in layers with a sliding
+    window for the window and for a step of the prompt. LEAST is what the next token sees.
     """
     types, contexts = _types(kv_type), number_list(context or [], "--ctx-size", minimum=1)
     batches = number_list(batch or ["1"], "--batch", minimum=1)
@@ -149,23 +149,22 @@ def _group(shape: LayerShape, count: int, types: list[str]) -> dict[str, Any]:
 
 def _total(layers: tuple[LayerShape, ...], kv_type: str, context: int, batch: int) -> dict[str, Any]:
     """Bytes for one combination; null where the type does not fit. largest_layer is of all sequences together."""
-    from llmctl.runtime.cache.memory import cache_bytes
+    from llmctl.runtime.cache.memory import Demand, least_bytes, plan_cache
 
-    page = _page_tokens()
-    pages = -(-context * batch // page)
-    each = [cache_bytes([shape], kv_type, context, batch) for shape in dict.fromkeys(layers)]
+    demand = Demand(context, batch)
+    each = [plan_cache([shape], kv_type, demand).nbytes for shape in dict.fromkeys(layers)]
     return {
         "kv_type": kv_type,
         "context": context,
         "batch": batch,
         "largest_layer_bytes": None if None in each else max(each),
-        "allocated_bytes": cache_bytes(layers, kv_type, pages * page),
-        "least_bytes": cache_bytes(layers, kv_type, context, batch, windowed=True),
+        "allocated_bytes": plan_cache(layers, kv_type, demand).nbytes,
+        "least_bytes": least_bytes(layers, kv_type, context, batch),
     }
 
 
 def _page_tokens() -> int:
-    from llmctl.runtime.engine.model_runner import BLOCK_SIZE
+    from llmctl.runtime.cache.memory import BLOCK_SIZE
 
     return BLOCK_SIZE
 

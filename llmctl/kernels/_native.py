@@ -51,7 +51,7 @@ class NativeOps:
     Operations outside `compile` have no numbers to work on: they raise.
     """
 
-    name, device, dtype = "native", "cpu", "float32"
+    name, device, dtype, is_row_invariant = "native", "cpu", "float32", True
 
     def __init__(self, threads: int, activations: str = "int8") -> None:
         self.threads, self.activations = threads, activations
@@ -79,6 +79,10 @@ class NativeOps:
                 f"no memory for the KV cache ({wanted} {kv_type} numbers in each layer): --ctx-size makes it smaller"
             ) from error
 
+    @staticmethod
+    def copy_page(pages: Any, source: int, target: int) -> None:
+        pages.copy_page(source, target)
+
     def compile(
         self, forward: Callable[[BatchDescription, Value], Value], rotary_halves: list[int]
     ) -> Callable[[BatchDescription, np.ndarray], np.ndarray]:
@@ -97,11 +101,11 @@ class NativeOps:
                 return program.run(
                     batch.token_ids,
                     batch.positions,
-                    batch.slot_mapping,
+                    [m.slot_mapping for m in batch.page_maps],
                     rows,
                     batch.cu_seqlens_q,
-                    batch.context_lens,
-                    batch.block_tables,
+                    [m.context_lens for m in batch.page_maps],
+                    [m.block_tables for m in batch.page_maps],
                     batch.inv_freqs,
                     result,
                     self._poll_for(len(batch.token_ids)),
@@ -170,9 +174,9 @@ class NativeOps:
         ones = np.ones(x.width, np.float32)
         return self._record("gated_activation", (x,), x.shape, weight=ones, activation=activation)[0]
 
-    def store_kv(self, keys: Value, values: Value | None, pages: Any, slots: Value) -> None:
+    def store_kv(self, keys: Value, values: Value | None, pages: Any, batch: BatchDescription) -> None:
         stored = tuple(self._fit_heads(side, pages.head_dim) for side in (keys, values) if side is not None)
-        self._record("store_kv", stored, pages=pages)
+        self._record("store_kv", stored, pages=pages, group=batch.group)
 
     def _fit_heads(self, x: Value, head_dim: int) -> Value:
         """Heads as the attention has them: the zeros that fill them up add nothing to a score, and are cut off again."""
@@ -190,6 +194,7 @@ class NativeOps:
         sinks: np.ndarray | None = None,
     ) -> Value:
         attributes = {"pages": pages, "scale": scale, "window": sliding_window, "softcap": softcap, "sinks": sinks}
+        attributes["group"] = batch.group
         fitted = self._fit_heads(queries, pages.head_dim)
         heads, width = fitted.shape
         y = self._record("attention", (fitted,), (heads, pages.latent or width), **attributes)[0]
@@ -230,10 +235,8 @@ def _symbolic_batch(graph: Graph, rotary_halves: list[int]) -> BatchDescription:
     return BatchDescription(
         token_ids=None,
         positions=_POSITIONS,
-        slot_mapping=None,
         inv_freqs=graph.add("inv_freqs", (), *((half,) for half in rotary_halves)).outputs,
         cu_seqlens_q=[],
-        context_lens=[],
-        block_tables=[],
+        page_maps=[],
         block_size=_BLOCK_SIZE,
     )

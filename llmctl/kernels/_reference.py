@@ -37,7 +37,7 @@ _DTYPES = {
 class ReferenceOps:
     """`Ops` over torch tensors. Weights are dequantized once, when they are prepared."""
 
-    name = "reference"
+    name, is_row_invariant = "reference", False
 
     def __init__(self, device: str = "cpu", dtype: str = "float32", threads: int | None = None) -> None:
         self.device, self.dtype = device, dtype
@@ -69,6 +69,11 @@ class ReferenceOps:
         keys = self._empty(shape, kv_type)
         return keys, keys[..., :latent] if latent else self._empty(shape, kv_type)
 
+    @staticmethod
+    def copy_page(pages: tuple[torch.Tensor, torch.Tensor], source: int, target: int) -> None:
+        for side in pages:
+            side[target] = side[source]
+
     def _empty(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         try:
             return torch.empty(shape, dtype=_DTYPES[dtype], device=self.device)
@@ -98,9 +103,12 @@ class ReferenceOps:
     rotary = staticmethod(rotary)
     activation = staticmethod(activation)
     gated_activation = staticmethod(gated_activation)
+
     @staticmethod
-    def store_kv(keys: torch.Tensor, values: torch.Tensor | None, pages: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor) -> None:
-        store_kv(keys, values, *pages, slots)
+    def store_kv(
+        keys: torch.Tensor, values: torch.Tensor | None, pages: tuple[torch.Tensor, torch.Tensor], batch: BatchDescription
+    ) -> None:
+        store_kv(keys, values, *pages, batch.slot_mapping)
 
     @staticmethod
     def attention(

@@ -26,12 +26,16 @@ class StepInterrupted(Exception):
 
 
 class Ops(Protocol):
-    """One backend on one device in one compute dtype, with `threads` CPU threads."""
+    """One backend on one device in one compute dtype, with `threads` CPU threads.
+
+    is_row_invariant: a token's numbers have the same bits whatever other tokens share the call.
+    """
 
     name: str
     device: str
     dtype: str
     threads: int
+    is_row_invariant: bool
 
     def prepare_weight(self, weight: np.ndarray | QuantTensor | PackedIntTensor) -> Array:
         """A matrix (out_features, in_features) in the layout this backend's linear and embedding read, or the matrices
@@ -45,6 +49,9 @@ class Ops(Protocol):
     ) -> Array:
         """Uninitialised pages for one layer's keys and values, in a layout of the backend's own. latent: above zero, the values
         are so many of the keys' first numbers, and are not kept beside them."""
+
+    def copy_page(self, pages: Array, source: int, target: int) -> None:
+        """Make one of `kv_pages` hold what another one holds."""
 
     def compile(
         self, forward: Callable[[BatchDescription, Array], Array], rotary_halves: list[int]
@@ -76,7 +83,7 @@ class Ops(Protocol):
 
     def activation(self, x: Array, activation: str) -> Array: ...
 
-    def store_kv(self, keys: Array, values: Array | None, pages: Array, slots: Array) -> None: ...
+    def store_kv(self, keys: Array, values: Array | None, pages: Array, batch: BatchDescription) -> None: ...
 
     def attention(
         self,

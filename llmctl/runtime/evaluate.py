@@ -17,17 +17,12 @@ import numpy as np
 
 from llmctl.errors import LlmctlError, UsageError
 from llmctl.kernels.sample import argmax
-from llmctl.runtime.cache.block_manager import BlockManager
-from llmctl.runtime.engine.model_runner import BLOCK_SIZE, ModelRunner
-from llmctl.runtime.engine.scheduler import ScheduledChunk
-from llmctl.runtime.engine.sequence import Sequence
+from llmctl.runtime.cache.memory import PREFILL_CHUNK
+from llmctl.runtime.engine.model_runner import LogitsReader
 from llmctl.runtime.loading import LoadedModel
-from llmctl.runtime.sampling.params import SamplingParams
-from llmctl.runtime.sampling.sampler import Sampler
 from llmctl.runtime.tokenizer import Tokenizer
 
 SHORTEST_CHUNK = 4
-_PREFILL_CHUNK = 512
 _LOGITS_BYTES = 64 << 20  # at once, of one model
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
@@ -119,7 +114,7 @@ def evaluate(
     if other is not None and other.num_tokens != model.num_tokens:
         raise UsageError(f"the models have {model.num_tokens} and {other.num_tokens} tokens: they cannot be compared")
     length = len(chunks[0])
-    readers = [LogitsReader(each, length) for each in (model, other) if each is not None]
+    readers = [LogitsReader(each, length, PREFILL_CHUNK) for each in (model, other) if each is not None]
     scores = []
     for number, chunk in enumerate(chunks):
         scores += [_score(rows, target) for rows, target in _places(readers, chunk)]
@@ -128,39 +123,14 @@ def evaluate(
     return _summary(len(chunks), length, scores, other is not None)
 
 
-class LogitsReader:
-    """Logits of one model for one chunk after the other, over the same cache pages."""
-
-    def __init__(self, model: LoadedModel, length: int) -> None:
-        self.num_tokens = model.num_tokens
-        self._blocks = BlockManager(-(-length // BLOCK_SIZE), BLOCK_SIZE)
-        self._runner = ModelRunner(model, self._blocks.num_free)
-
-    def rows(self, ids: list[int], first: int, step: int) -> Iterator[np.ndarray]:
-        """Logits [n ≤ step, num_tokens] after the tokens from number `first` on, in order."""
-        params = SamplingParams(temperature=0)
-        sequence = Sequence(ids, params, Sampler(params))
-        self._blocks.grow(sequence.block_table, len(ids))
-        while sequence.num_computed < first:
-            self._run(self._runner.run, sequence, min(_PREFILL_CHUNK, first - sequence.num_computed))
-        while sequence.num_uncomputed:
-            yield self._run(self._runner.run_all, sequence, min(step, sequence.num_uncomputed))[:, : self.num_tokens]
-        self._blocks.shrink(sequence.block_table, 0)
-
-    @staticmethod
-    def _run(run: Callable[[list[ScheduledChunk]], np.ndarray], sequence: Sequence, count: int) -> np.ndarray:
-        logits = run([ScheduledChunk(sequence, count)])
-        sequence.num_computed += count
-        return logits
-
-
 def _places(readers: list[LogitsReader], chunk: list[int]) -> Iterator[tuple[tuple[np.ndarray, ...], int]]:
     """Every place of a chunk's second half: each model's logits [num_tokens], and the id that follows. The chunk's last token
     only follows."""
     first = len(chunk) // 2
     step = max(1, _LOGITS_BYTES // (4 * readers[0].num_tokens))
+    num_tokens = readers[0].num_tokens
     pieces = zip(*(reader.rows(chunk[:-1], first, step) for reader in readers), strict=True)
-    rows = itertools.chain.from_iterable(zip(*piece, strict=True) for piece in pieces)
+    rows = itertools.chain.from_iterable(zip(*(part[:, :num_tokens] for part in piece), strict=True) for piece in pieces)
     return zip(rows, chunk[first + 1 :], strict=True)
 
 

@@ -159,7 +159,7 @@ class TextStream:
             return
         self.stats.completion_tokens += 1
         if self.stats.completion_tokens == 1:
-            self.stats.prefill_s = seconds
+            self.stats.prefill_s, self.stats.cached_tokens = seconds, self.sequence.num_cached_tokens
         else:
             self.stats.decode_s += seconds
 

@@ -11,7 +11,7 @@ from typing import Any
 from llmctl.errors import FormatError, LlmctlError, ModelNotFoundError, OutOfMemoryError, UsageError
 from llmctl.kernels.backend import Compute, choose_compute, fit_head_dim, make_ops
 from llmctl.kernels.ops import Ops
-from llmctl.runtime.cache.memory import bytes_per_token
+from llmctl.runtime.cache.memory import Demand, bytes_per_token, fitting_context, plan_cache
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.checkpoint import Checkpoint
 from llmctl.runtime.checkpoint.files import read_json_object
@@ -36,9 +36,9 @@ _CACHE_SHARE = 0.5  # of the memory left after the weights: the rest is for acti
 class LoadedModel:
     """A model ready for the engine.
 
-    context_length: tokens a sequence may have. max_cache_tokens: tokens the cache may hold in all. eos_token_ids: the union of
-    every source. num_tokens: ids the sampler may draw (rows beyond the tokenizer's vocabulary are padding). tokenizer is None
-    where the checkpoint has none.
+    context_length: tokens a sequence may have. max_cache_bytes: of the cache, None where memory sets no limit. eos_token_ids:
+    the union of every source. num_tokens: ids the sampler may draw (rows beyond the tokenizer's vocabulary are padding).
+    tokenizer is None where the checkpoint has none.
     """
 
     config: ModelConfig
@@ -49,7 +49,7 @@ class LoadedModel:
     kv_type: str
     activations: str | None
     context_length: int
-    max_cache_tokens: int
+    max_cache_bytes: int | None
     eos_token_ids: frozenset[int]
     num_tokens: int
 
@@ -66,7 +66,7 @@ class OpenedModel:
     tokenizer: Tokenizer | None
     compute: Compute
     context_length: int
-    max_cache_tokens: int
+    max_cache_bytes: int | None
 
     @property
     def config(self) -> ModelConfig:
@@ -101,7 +101,7 @@ class OpenedModel:
             kv_type=self.compute.kv_type,
             activations=self.compute.activations,
             context_length=self.context_length,
-            max_cache_tokens=self.max_cache_tokens,
+            max_cache_bytes=self.max_cache_bytes,
             eos_token_ids=_end_tokens(self.weights, self.tokenizer),
             num_tokens=self.num_tokens,
         )
@@ -132,8 +132,8 @@ def open_model(
         _log.warning("the slow reference backend computes, since %s", compute.fallback)
     tokenizer = _tokenizer(weights)
     available = _available_bytes(weights, compute)
-    context_length, max_cache_tokens = _context(weights.config, compute.kv_type, ctx_size, available)
-    return OpenedModel(weights, tokenizer, compute, context_length, max_cache_tokens)
+    most = None if available is None else int(available * _CACHE_SHARE)
+    return OpenedModel(weights, tokenizer, compute, _context(weights.config, compute.kv_type, ctx_size, most), most)
 
 
 def load_model(
@@ -263,27 +263,25 @@ def _available_bytes(weights: ModelWeights, compute: Compute) -> int | None:
     return available - needed
 
 
-def _context(config: ModelConfig, kv_type: str, ctx_size: int | None, available: int | None) -> tuple[int, int]:
-    """(context length, tokens the cache may hold). An asked-for size that does not fit is an error, never cut silently.
+def _context(config: ModelConfig, kv_type: str, ctx_size: int | None, most_bytes: int | None) -> int:
+    """Tokens of context. An asked-for size whose cache is more than `most_bytes` is an error, never cut silently.
 
     Only the dynamic rope type is made to go beyond the trained length.
     """
-    trained = config.max_position_embeddings
+    trained, layers = config.max_position_embeddings, config.kv_layers()
     stretches = any(layer.rope and layer.rope.kind == "dynamic" for layer in config.layers)
-    per_token = bytes_per_token(config.kv_layers(), kv_type)
-    if per_token is None:
-        sizes = ", ".join(map(str, sorted({layer.head_dim for layer in config.kv_layers()})))
+    if bytes_per_token(layers, kv_type) is None:
+        sizes = ", ".join(map(str, sorted({layer.head_dim for layer in layers})))
         raise UsageError(f"--kv-type {kv_type} keeps whole blocks, which heads of {sizes} numbers do not fill: take another")
-    fitting = int(available * _CACHE_SHARE / per_token) if available is not None else trained
-    if ctx_size is None:
-        return max(1, min(trained, fitting)), max(fitting, 1)
-    if ctx_size < 1:
+    if ctx_size is not None and ctx_size < 1:
         raise UsageError(f"--ctx-size must be at least 1, found {ctx_size}")
-    if ctx_size > trained and not stretches:
+    if ctx_size is not None and ctx_size > trained and not stretches:
         raise UsageError(f"--ctx-size {ctx_size} is more than the {trained} tokens this model was trained with")
-    if ctx_size > fitting:
+    asked = ctx_size or trained
+    fitting = asked if most_bytes is None else fitting_context(layers, kv_type, most_bytes, asked)
+    if ctx_size is not None and fitting < ctx_size:
+        needed = plan_cache(layers, kv_type, Demand(ctx_size)).nbytes or 0
         raise OutOfMemoryError(
-            f"a context of {ctx_size} tokens needs {ctx_size * per_token / 1e9:.1f} GB of {kv_type} cache; "
-            f"about {fitting} tokens fit in memory"
+            f"a context of {ctx_size} tokens needs {needed / 1e9:.1f} GB of {kv_type} cache; about {fitting} tokens fit in memory"
         )
-    return ctx_size, fitting
+    return max(1, fitting)

@@ -132,7 +132,7 @@ def test_allocation_is_in_pages_and_the_least_is_not(report):
     assert total["allocated_bytes"] == 112 * per_token
     assert total["least_bytes"] == 100 * per_token
     (three,) = totals(report("--shape", "3,2,32", "-c", "100", "--batch", "3"))
-    assert three["allocated_bytes"] == 304 * per_token  # one pool of pages for all
+    assert three["allocated_bytes"] == 3 * 112 * per_token  # no two sequences share a page
 
 
 def test_windows_count_only_what_can_still_be_seen(report):
@@ -140,7 +140,8 @@ def test_windows_count_only_what_can_still_be_seen(report):
     per_layer = 2 * 256 * 2
     short, long = totals(document)
     assert short["least_bytes"] == short["allocated_bytes"] == 6 * 256 * per_layer
-    assert long["allocated_bytes"] == 6 * 4096 * per_layer
+    windowed = 33 * 16 + 16 + 512  # the window in pages, one page more, a step of the prompt
+    assert long["allocated_bytes"] == (5 * windowed + 4096) * per_layer
     assert long["least_bytes"] == (5 * 512 + 4096) * per_layer
     assert [(g["count"], g["sliding_window"]) for g in document["layers"]] == [(5, 512), (1, None)]
 
@@ -167,14 +168,34 @@ def test_a_gguf_file(report, gemma3_gguf):
         (3, 1, 256, None),
     ]
     (total,) = totals(document)
-    assert total["allocated_bytes"] == 18 * 32768 * 1024
+    assert total["allocated_bytes"] == (15 * (33 * 16 + 16 + 512) + 3 * 32768) * 1024
     assert total["least_bytes"] == (15 * 512 + 3 * 32768) * 1024
 
 
-def test_the_figure_is_what_the_engine_allocates(stub_engine_bytes, report):
-    layers, kv_bytes = stub_engine_bytes(context=100)
-    document = report("--shape", f"{layers},2,32", "-c", "100", "--kv-type", "f32")
-    assert totals(document, "f32")[0]["allocated_bytes"] == kv_bytes
+@pytest.mark.parametrize("windows", [(None,) * 3, (64, 64, None, 64), (32, 32)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_figure_is_what_the_engine_allocates(stub_engine_bytes, report, windows, batch):
+    shapes = [argument for w in windows for argument in ("--shape", f"1,2,32{'' if w is None else f',{w}'}")]
+    for context in (100, 3000):
+        document = report(*shapes, "-c", context, "--batch", batch, "--kv-type", "f32")
+        assert totals(document, "f32")[0]["allocated_bytes"] == stub_engine_bytes(context, windows, batch)
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_the_native_backend_takes_those_bytes(report, kv_type):
+    """Real pages: 2 kv heads of 64, of which some layers see 100 tokens."""
+    from types import SimpleNamespace
+
+    from llmctl.kernels._native import NativeOps
+    from llmctl.runtime.cache.kv_cache import KvCache
+    from llmctl.runtime.cache.memory import Demand, LayerShape, plan_cache
+
+    layers = [LayerShape(2, 64, 100), LayerShape(2, 64)]
+    pages = []
+    ops = SimpleNamespace(kv_pages=lambda *arguments: pages.append(NativeOps(1).kv_pages(*arguments)))
+    KvCache(ops, layers, plan_cache(layers, kv_type, Demand(2000)), kv_type)
+    document = report("--shape", "1,2,64,100", "--shape", "1,2,64", "-c", "2000", "--kv-type", kv_type)
+    assert totals(document, kv_type)[0]["allocated_bytes"] == sum(each.nbytes for each in pages)
 
 
 @pytest.fixture
@@ -185,21 +206,21 @@ def stub_engine_bytes():
     from llmctl.runtime.cache.memory import LayerShape
     from llmctl.runtime.engine import Engine
 
-    def measure(context: int) -> tuple[int, int]:
+    def measure(context: int, windows: tuple[int | None, ...], batch: int) -> int:
         sizes = []
 
         def kv_pages(blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str, latent: int) -> None:
             assert (kv_type, latent) == ("f32", 0)
             sizes.append(2 * 4 * blocks * block_size * num_kv_heads * head_dim)
 
-        config = SimpleNamespace(kv_layers=lambda: (LayerShape(2, 32),) * 3)
-        ops = SimpleNamespace(kv_pages=kv_pages, compile=lambda forward, frequencies: None)
+        config = SimpleNamespace(kv_layers=lambda: tuple(LayerShape(2, 32, window) for window in windows))
+        ops = SimpleNamespace(kv_pages=kv_pages, is_row_invariant=True, compile=lambda forward, frequencies: None)
         decoder = SimpleNamespace(tables=SimpleNamespace(ropes=()))
         model = SimpleNamespace(
-            context_length=context, max_cache_tokens=1 << 20, ops=ops, config=config, kv_type="f32", decoder=decoder
+            context_length=context, max_cache_bytes=None, ops=ops, config=config, kv_type="f32", decoder=decoder
         )
-        Engine(model)
-        return 3, sum(sizes)
+        Engine(model, max_num_seqs=batch)
+        return sum(sizes)
 
     return measure
 

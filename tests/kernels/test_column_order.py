@@ -58,11 +58,9 @@ def compute(forward: Any, ids: list[int], activations: str, threads: int = 2) ->
     batch = BatchDescription(
         token_ids=tokens,
         positions=places,
-        slot_mapping=places,
         inv_freqs=[],
         cu_seqlens_q=[0, count],
-        context_lens=[count],
-        block_tables=[np.arange(count // 16 + 1, dtype=np.int64)],
+        page_maps=[],
         block_size=16,
     )
     return ops, run(batch, places).copy()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from llmctl.kernels._reference import ReferenceOps
-from llmctl.kernels.attention import BatchDescription
+from llmctl.kernels.attention import BatchDescription, PageMap
 
 OPS = ReferenceOps()
 RNG = np.random.default_rng(7)
@@ -94,7 +96,7 @@ def test_embedding_scales_rows() -> None:
 def test_store_kv_skips_slot_minus_one_and_touches_nothing_else() -> None:
     pages = torch.full((3, 4, 2, 5), 9.0), torch.full((3, 4, 2, 5), 9.0)
     keys, values = torch.from_numpy(normal(3, 2, 5)), torch.from_numpy(normal(3, 2, 5))
-    OPS.store_kv(keys, values, pages, torch.tensor([11, -1, 2]))
+    OPS.store_kv(keys, values, pages, SimpleNamespace(slot_mapping=torch.tensor([11, -1, 2])))
     for page, rows in zip(pages, (keys, values), strict=True):
         flat = page.view(12, 2, 5)
         assert torch.equal(flat[11], rows[0])
@@ -144,10 +146,8 @@ def test_attention_over_scattered_pages(
         token_ids=None,
         positions=None,
         inv_freqs=[],
-        slot_mapping=None,
         cu_seqlens_q=[0, 1, 5],
-        context_lens=context_lens,
-        block_tables=[torch.tensor(table) for table in tables],
+        page_maps=[PageMap(None, context_lens, [torch.tensor(table) for table in tables])],
         block_size=block_size,
     )
     sinks = np.linspace(-3, 3, heads, dtype=np.float32) if with_sinks else None

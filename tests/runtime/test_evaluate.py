@@ -107,7 +107,7 @@ def test_tokens_the_sampler_may_not_draw_have_no_share(stub_model):
 
 
 def test_the_prompt_runs_in_steps_without_logits_and_pages_are_used_again(stub_model, monkeypatch):
-    monkeypatch.setattr(module, "_PREFILL_CHUNK", 4)
+    monkeypatch.setattr(module, "PREFILL_CHUNK", 4)
     monkeypatch.setattr(module, "_LOGITS_BYTES", 4 * VOCAB * 3)
     model = stub_model(logits_of(7))
     in_steps = evaluate(model, CHUNKS)

@@ -100,7 +100,7 @@ def free_pages(stream) -> int:
 
 
 def total_pages(stream) -> int:
-    return stream._engine._runner.cache.num_blocks
+    return sum(stream._engine._blocks.plan.num_pages)
 
 
 def text_of(events) -> str:

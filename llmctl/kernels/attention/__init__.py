@@ -25,27 +25,59 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class PageMap:
+    """Where the layers of one group keep a step's tokens. Layers that keep as much (all tokens, or a window) are a group.
+
+    slot_mapping  [T]  int64, cache slot each token is written to
+    context_lens  S    Python ints: keys each sequence has once this step is stored
+    block_tables  S    int64 arrays of page numbers, at least ceil(context_len / block_size) long; a page that no query of the
+                       step can see may be −1
+    """
+
+    slot_mapping: Any
+    context_lens: list[int]
+    block_tables: list[Any]
+
+
+@dataclass(frozen=True)
 class BatchDescription:
     """One step of several sequences, laid end to end. Passed explicitly to every op that needs it; never global.
 
     token_ids     [T]   int64, ids
     positions     [T]   int64, position of each token in its sequence
-    slot_mapping  [T]   int64, cache slot each token is written to
     inv_freqs     for every distinct rope of the model float32 [half], or [T, half] where it depends on a sequence's length
     cu_seqlens_q  S + 1 Python ints: tokens of sequence s are cu_seqlens_q[s] … cu_seqlens_q[s + 1] − 1
-    context_lens  S     Python ints: keys each sequence has once this step is stored
-    block_tables  S     int64 arrays of page numbers, at least ceil(context_len / block_size) long
+    page_maps     of every group of layers
     block_size    tokens in a page
+    group         whose page map slot_mapping, context_lens and block_tables are
     """
 
     token_ids: Any
     positions: Any
-    slot_mapping: Any
     inv_freqs: Sequence[Any]
     cu_seqlens_q: list[int]
-    context_lens: list[int]
-    block_tables: list[Any]
+    page_maps: Sequence[PageMap]
     block_size: int
+    group: int = 0
+
+    def of_group(self, group: int) -> BatchDescription:
+        """The same step as the layers of another group see it."""
+        return self if group == self.group else replace(self, group=group)
+
+    @property
+    def slot_mapping(self) -> Any:
+        """Of the group at hand."""
+        return self.page_maps[self.group].slot_mapping
+
+    @property
+    def context_lens(self) -> list[int]:
+        """Of the group at hand."""
+        return self.page_maps[self.group].context_lens
+
+    @property
+    def block_tables(self) -> list[Any]:
+        """Of the group at hand."""
+        return self.page_maps[self.group].block_tables
 
     def convert(self, array: Callable[[Any], Any]) -> BatchDescription:
         """The same batch with every array passed through `array`, to bring it to a device."""
@@ -53,7 +85,8 @@ class BatchDescription:
             self,
             token_ids=array(self.token_ids),
             positions=array(self.positions),
-            slot_mapping=array(self.slot_mapping),
             inv_freqs=[array(values) for values in self.inv_freqs],
-            block_tables=[array(table) for table in self.block_tables],
+            page_maps=[
+                PageMap(array(m.slot_mapping), m.context_lens, [array(table) for table in m.block_tables]) for m in self.page_maps
+            ],
         )

@@ -31,14 +31,32 @@ void require(bool holds, const char* message) {
 
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 
+// What the layers of one group have in common. window: the most tokens any of them sees, 0 where one sees all, -1 where none
+// attends.
+struct Group {
+  int64_t num_pages = kUnlimited;   // that all of the memories have
+  int64_t window = -1;
+
+  int64_t num_slots() const { return num_pages == kUnlimited ? kUnlimited : num_pages * kPageTokens; }
+  void see(int64_t tokens) { window = tokens == 0 || window == 0 ? 0 : std::max(window, tokens); }
+};
+
 // What is kept alive for a program: weights, vectors, pages.
 struct Owner {
   std::vector<nb::object> owners;
-  int64_t num_pages = kUnlimited;   // that all of the memories have
+  std::vector<Group> groups;
 
+  Group& limits(int number) {
+    require(number >= 0, "a group has a number from 0 on");
+    groups.resize(std::max(groups.size(), static_cast<size_t>(number) + 1));
+    return groups[number];
+  }
   void adopt(const Owner& other) {
     owners.insert(owners.end(), other.owners.begin(), other.owners.end());
-    num_pages = std::min(num_pages, other.num_pages);
+    for (size_t i = 0; i < other.groups.size(); i++) {
+      Group& own = limits(static_cast<int>(i));
+      own.num_pages = std::min(own.num_pages, other.groups[i].num_pages);
+    }
   }
 };
 
@@ -51,8 +69,6 @@ struct OwningProgram : Owner {
   std::vector<bool> is_rows;         // buffer by buffer
   std::atomic<bool> running{false};
   OwningProgram(std::shared_ptr<ThreadPool> pool, bool int8) : program(std::move(pool), active_kernels(), int8) {}
-
-  int64_t num_slots() const { return num_pages == kUnlimited ? kUnlimited : num_pages * kPageTokens; }
 
   void limit_by(const RowOp& op) {
     if (op.kind == RowKind::Embedding) {
@@ -114,10 +130,11 @@ PackedMatrix matrix_of(T& holder, const nb::object& weight) {
 }
 
 template <class T>
-const KvPages* pages_of(T& holder, const nb::object& pages) {
+const KvPages* pages_of(T& holder, const nb::object& pages, int group) {
   const KvMemory& memory = nb::cast<const KvMemory&>(pages);
   holder.owners.push_back(pages);
-  holder.num_pages = std::min(holder.num_pages, memory.num_pages());
+  Group& known = holder.limits(group);
+  known.num_pages = std::min(known.num_pages, memory.num_pages());
   return &memory.pages();
 }
 
@@ -152,7 +169,7 @@ void require_range(const Ids& values, int64_t lowest, int64_t end, const char* w
 }
 
 std::vector<AttentionSequence> sequences_of(const std::vector<int64_t>& cu_seqlens_q, const std::vector<int64_t>& context_lens,
-                                            const std::vector<Ids>& tables, int64_t tokens, int64_t num_pages) {
+                                            const std::vector<Ids>& tables, int64_t tokens, const Group& group) {
   const size_t count = context_lens.size();
   require(cu_seqlens_q.size() == count + 1 && tables.size() == count, "one range and one block table a sequence");
   require(cu_seqlens_q.front() == 0 && cu_seqlens_q.back() == tokens, "cu_seqlens_q must cover the tokens");
@@ -161,10 +178,29 @@ std::vector<AttentionSequence> sequences_of(const std::vector<int64_t>& cu_seqle
     const int64_t queries = cu_seqlens_q[s + 1] - cu_seqlens_q[s], pages = (context_lens[s] + kPageTokens - 1) / kPageTokens;
     require(queries >= 0 && queries <= context_lens[s], "a sequence has more queries than keys");
     require(static_cast<int64_t>(tables[s].size()) >= pages, "a block table is too short");
-    require_range(tables[s].data(), pages, 0, num_pages, "a page of a block table");
+    // What no query sees is never read: its page may be gone.
+    const int64_t first = group.window > 0 ? std::max<int64_t>(0, context_lens[s] - queries - group.window + 1) : 0;
+    const int64_t gone = group.window < 0 ? pages : first / kPageTokens;
+    require_range(tables[s].data() + gone, pages - gone, 0, group.num_pages, "a page of a block table");
     sequences.push_back({cu_seqlens_q[s], queries, context_lens[s], tables[s].data()});
   }
   return sequences;
+}
+
+std::vector<PageMap> maps_of(const Owner& self, const std::vector<Ids>& slots, const std::vector<int64_t>& cu_seqlens_q,
+                             const std::vector<std::vector<int64_t>>& context_lens, const std::vector<std::vector<Ids>>& tables,
+                             int64_t tokens) {
+  const size_t count = slots.size();
+  require(count >= self.groups.size() && context_lens.size() == count && tables.size() == count,
+          "slots, context lengths and block tables of every group are needed");
+  std::vector<PageMap> maps;
+  for (size_t i = 0; i < count; i++) {
+    const Group group = i < self.groups.size() ? self.groups[i] : Group{};
+    require(static_cast<int64_t>(slots[i].size()) == tokens, "one slot a token");
+    require_range(slots[i], -1, group.num_slots(), "a slot");
+    maps.push_back({slots[i].data(), sequences_of(cu_seqlens_q, context_lens[i], tables[i], tokens, group)});
+  }
+  return maps;
 }
 
 std::vector<Frequencies> frequencies_of(const OwningProgram& self, const std::vector<Numbers>& inv_freqs, int64_t tokens) {
@@ -195,22 +231,22 @@ std::function<void()> with_signals(const nb::object& poll) {
 
 // Runs a step; the buffer `result` as an array [rows, width], valid until the next run. poll: None, or what is called every
 // now and then; an exception of it ends the step.
-Logits run(nb::handle_t<OwningProgram> handle, const Ids& token_ids, const Ids& positions, const Ids& slots, const Ids& rows,
-           const std::vector<int64_t>& cu_seqlens_q, const std::vector<int64_t>& context_lens, const std::vector<Ids>& tables,
-           const std::vector<Numbers>& inv_freqs, int result, const nb::object& poll) {
+// slots, context_lens and tables: group by group.
+Logits run(nb::handle_t<OwningProgram> handle, const Ids& token_ids, const Ids& positions, const std::vector<Ids>& slots,
+           const Ids& rows, const std::vector<int64_t>& cu_seqlens_q, const std::vector<std::vector<int64_t>>& context_lens,
+           const std::vector<std::vector<Ids>>& tables, const std::vector<Numbers>& inv_freqs, int result,
+           const nb::object& poll) {
   OwningProgram& self = nb::cast<OwningProgram&>(handle);
   const Exclusive entered(self.running);
   const int64_t tokens = static_cast<int64_t>(token_ids.size());
-  require(positions.size() == token_ids.size() && slots.size() == token_ids.size(), "one position and one slot a token");
+  require(positions.size() == token_ids.size(), "one position a token");
   require(result >= 0 && result < static_cast<int>(self.is_rows.size()), "the result is none of the buffers");
   require(self.is_rows[result] || static_cast<int64_t>(rows.size()) <= tokens, "more rows than tokens are asked for");
   require_range(token_ids, 0, self.vocabulary, "a token id");
   require_range(positions, 0, self.positions, "a position");
-  require_range(slots, -1, self.num_slots(), "a slot");
   require_range(rows, 0, tokens, "a row of logits");
-  StepInput input{tokens, token_ids.data(), positions.data(), slots.data(), static_cast<int64_t>(rows.size()), rows.data(),
-                  sequences_of(cu_seqlens_q, context_lens, tables, tokens, self.num_pages),
-                  frequencies_of(self, inv_freqs, tokens)};
+  StepInput input{tokens, token_ids.data(), positions.data(), static_cast<int64_t>(rows.size()), rows.data(),
+                  maps_of(self, slots, cu_seqlens_q, context_lens, tables, tokens), frequencies_of(self, inv_freqs, tokens)};
   {
     nb::gil_scoped_release release;
     self.program.run(input, with_signals(poll));
@@ -246,6 +282,7 @@ void bind_program(nb::module_& m) {
            nb::arg("head_dim"), nb::arg("type"), nb::arg("latent") = 0)
       .def_prop_ro("head_dim", [](const KvMemory& self) { return self.pages().shape.head_dim; })
       .def_prop_ro("latent", [](const KvMemory& self) { return self.pages().shape.latent; })
+      .def("copy_page", &KvMemory::copy_page, nb::arg("source"), nb::arg("target"))
       .def_prop_ro("nbytes", &KvMemory::bytes);
   nb::class_<OwningRowOp>(m, "RowOp")
       .def("__init__", [](OwningRowOp* self, RowKind kind) { new (self) OwningRowOp(kind); })
@@ -262,7 +299,10 @@ void bind_program(nb::module_& m) {
       .def("set_bias", [](OwningRowOp& self, const nb::object& array) { self.bias = vector_of(self, array); })
       .def("set_order", [](OwningRowOp& self, const nb::object& array) { self.order = order_of(self, array); })
       .def("set_table", [](OwningRowOp& self, const nb::object& weight) { self.table = matrix_of(self, weight); })
-      .def("set_pages", [](OwningRowOp& self, const nb::object& pages) { self.pages = pages_of(self, pages); });
+      .def("set_pages", [](OwningRowOp& self, const nb::object& pages, int group) {
+        self.pages = pages_of(self, pages, group);
+        self.group = group;
+      });
   nb::class_<OwningSegment>(m, "Segment")
       .def(nb::init<>())
       .def_rw("activation", &OwningSegment::activation)
@@ -286,8 +326,9 @@ void bind_program(nb::module_& m) {
              self.head_norm = vector_of(self, weight);
              self.eps = eps;
            })
-      .def("set_pages", [](OwningSegment& self, const nb::object& pages, bool is_value) {
-        self.pages = pages_of(self, pages);
+      .def("set_pages", [](OwningSegment& self, const nb::object& pages, int group, bool is_value) {
+        self.pages = pages_of(self, pages, group);
+        self.group = group;
         self.is_value = is_value;
       });
   nb::class_<OwningProgram>(m, "Program")
@@ -299,14 +340,16 @@ void bind_program(nb::module_& m) {
            })
       .def("add_matrix_phase", &add_matrix_phase)
       .def("add_attention_phase",
-           [](OwningProgram& self, int queries, int out, const nb::object& pages, int64_t num_heads, float scale,
+           [](OwningProgram& self, int queries, int out, const nb::object& pages, int group, int64_t num_heads, float scale,
               int64_t window, float softcap, const nb::object& sinks) {
              require(sinks.is_none() || nb::cast<Numbers>(sinks, false).size() == static_cast<size_t>(num_heads),
                      "one sink a query head");
              const float* numbers = sinks.is_none() ? nullptr : vector_of(self, sinks);
-             self.program.add_attention_phase(queries, out, pages_of(self, pages), num_heads, scale, window, softcap, numbers);
-           }, nb::arg("queries"), nb::arg("out"), nb::arg("pages"), nb::arg("num_heads"), nb::arg("scale"), nb::arg("window"),
-           nb::arg("softcap"), nb::arg("sinks") = nb::none())
+             const KvPages* memory = pages_of(self, pages, group);
+             self.limits(group).see(window);
+             self.program.add_attention_phase(queries, out, memory, group, num_heads, scale, window, softcap, numbers);
+           }, nb::arg("queries"), nb::arg("out"), nb::arg("pages"), nb::arg("group"), nb::arg("num_heads"), nb::arg("scale"),
+           nb::arg("window"), nb::arg("softcap"), nb::arg("sinks") = nb::none())
       .def("run", &run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("slots"), nb::arg("rows"), nb::arg("cu_seqlens_q"),
            nb::arg("context_lens"), nb::arg("block_tables"), nb::arg("inv_freqs"), nb::arg("result"),
            nb::arg("poll") = nb::none())

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstring>
 #include <new>
 #include <stdexcept>
 
@@ -33,6 +34,13 @@ KvMemory::KvMemory(int64_t num_pages, int64_t kv_heads, int64_t head_dim, const 
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   pages_.data = static_cast<uint8_t*>(memory);
+}
+
+void KvMemory::copy_page(int64_t source, int64_t target) {
+  for (int64_t page : {source, target})
+    if (page < 0 || page >= num_pages()) throw std::out_of_range("there is no page " + std::to_string(page));
+  std::memmove(pages_.data + target * pages_.page_stride, pages_.data + source * pages_.page_stride,
+               static_cast<size_t>(pages_.page_stride));
 }
 
 KvMemory::~KvMemory() { munmap(pages_.data, static_cast<size_t>(bytes_)); }

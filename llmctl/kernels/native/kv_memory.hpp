@@ -19,6 +19,8 @@ class KvMemory {
 
   const KvPages& pages() const { return pages_; }
   int64_t bytes() const { return bytes_; }
+  // std::out_of_range for a page that is none.
+  void copy_page(int64_t source, int64_t target);
   int64_t num_pages() const { return bytes_ / pages_.page_stride; }
 
  private:

@@ -264,7 +264,7 @@ def _add_attention(program: Any, node: Node, buffers: Buffers) -> None:
     a, queries = node.attributes, node.inputs[0]
     source, out = buffers[queries], buffers[node.outputs[0]]
     window, softcap = a["window"] or 0, a["softcap"] or 0.0
-    program.add_attention_phase(source, out, a["pages"], queries.shape[0], a["scale"], window, softcap, a["sinks"])
+    program.add_attention_phase(source, out, a["pages"], a["group"], queries.shape[0], a["scale"], window, softcap, a["sinks"])
 
 
 def _row_op(node: Node, buffers: Buffers) -> Any:
@@ -289,7 +289,7 @@ def _row_op(node: Node, buffers: Buffers) -> Any:
     if node.op == "gated_activation":
         op.activation = _ACTIVATIONS[a["activation"]]
     if node.op == "store_kv":
-        op.set_pages(a["pages"])
+        op.set_pages(a["pages"], a["group"])
     if node.op == "take_columns":
         op.set_order(a["order"])
     return op
@@ -328,7 +328,8 @@ def _segment(product: _Product, buffers: Buffers) -> Any:
     if product.rotary:
         segment.cos, segment.sin = (buffers[value] for value in product.rotary.inputs[1:])
     if product.store:
-        segment.set_pages(product.store.attributes["pages"], product.is_value)
+        stored = product.store.attributes
+        segment.set_pages(stored["pages"], stored["group"], product.is_value)
     if product.residual:
         segment.residual = buffers[product.residual]
     if product.result:

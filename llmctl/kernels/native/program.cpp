@@ -302,8 +302,8 @@ struct Program::MatrixPhase : Program::Phase {
       if (segment.cos >= 0) rotate(program, worker, kernels, segment.cos, segment.sin, row, head);
       if (segment.pages) {
         const int64_t head_number = (first + offset) / segment.head_dim;
-        kernels.attention->store(*segment.pages, head_number, program.input_->slots[row], segment.is_value ? nullptr : head,
-                                 segment.is_value ? head : nullptr);
+        kernels.attention->store(*segment.pages, head_number, program.input_->maps[segment.group].slots[row],
+                                 segment.is_value ? nullptr : head, segment.is_value ? head : nullptr);
       }
     }
   }
@@ -398,7 +398,7 @@ void Program::MatrixPhase::program_row(Program& program, Worker& worker, const R
       for (int64_t head = 0; head < heads; head++) {
         const int64_t first = head * op.width;
         const float* value = op.b < 0 ? nullptr : at(op.b, row) + first;
-        kernels.attention->store(*op.pages, head, step.slots[row], at(op.a, row) + first, value);
+        kernels.attention->store(*op.pages, head, step.maps[op.group].slots[row], at(op.a, row) + first, value);
       }
       break;
     }
@@ -408,7 +408,7 @@ void Program::MatrixPhase::program_row(Program& program, Worker& worker, const R
 // ---------------------------------------------------------------------------------------------------------------------------
 
 struct Program::AttentionPhase : Program::Phase {
-  int queries, out, plan;
+  int queries, out, plan, group;
   const KvPages* pages;
   int64_t num_heads;
   float scale;
@@ -447,7 +447,7 @@ struct Program::AttentionPhase : Program::Phase {
   }
 
   AttentionCall describe(Program& program) const {
-    return {*pages,         program.input_->sequences.data(), num_heads,
+    return {*pages,         program.input_->maps[group].sequences.data(), num_heads,
             scale,          softcap,                          window,
             program.data(queries), program.width(queries),    program.buffers_[out].data.get(),
             program.width(out), sinks};
@@ -506,28 +506,29 @@ void Program::add_matrix_phase(Domain domain, std::vector<RowOp> before, int inp
   add_phase(std::move(phase));
 }
 
-int Program::shared_plan(const KvShape& shape, int64_t num_heads, int64_t window) {
+int Program::shared_plan(const KvShape& shape, int group, int64_t num_heads, int64_t window) {
   for (size_t i = 0; i < plans_.size(); i++) {
     const SharedPlan& p = plans_[i];
     const bool same = p.shape.type == shape.type && p.shape.kv_heads == shape.kv_heads && p.shape.head_dim == shape.head_dim;
-    if (same && p.num_heads == num_heads && p.window == window) return static_cast<int>(i);
+    if (same && p.group == group && p.num_heads == num_heads && p.window == window) return static_cast<int>(i);
   }
-  plans_.push_back({shape, num_heads, window, {}});
+  plans_.push_back({shape, group, num_heads, window, {}});
   return static_cast<int>(plans_.size()) - 1;
 }
 
-void Program::add_attention_phase(int queries, int out, const KvPages* pages, int64_t num_heads, float scale, int64_t window,
-                                  float softcap, const float* sinks) {
+void Program::add_attention_phase(int queries, int out, const KvPages* pages, int group, int64_t num_heads, float scale,
+                                  int64_t window, float softcap, const float* sinks) {
   auto phase = std::make_unique<AttentionPhase>();
   phase->queries = queries;
   phase->out = out;
   phase->pages = pages;
+  phase->group = group;
   phase->num_heads = num_heads;
   phase->scale = scale;
   phase->window = window;
   phase->softcap = softcap;
   phase->sinks = sinks;
-  phase->plan = shared_plan(pages->shape, num_heads, window);
+  phase->plan = shared_plan(pages->shape, group, num_heads, window);
   add_phase(std::move(phase));
 }
 
@@ -537,9 +538,10 @@ void Program::prepare() {
     worker->view.resize(buffers_.size());
     for (size_t i = 0; i < buffers_.size(); i++) worker->view[i] = buffers_[i].data.get();
   }
-  for (SharedPlan& p : plans_)
-    plan_attention(input_->sequences.data(), static_cast<int64_t>(input_->sequences.size()), p.num_heads, p.shape, p.window,
-                   pool_->size(), p.plan);
+  for (SharedPlan& p : plans_) {
+    const std::vector<AttentionSequence>& sequences = input_->maps[p.group].sequences;
+    plan_attention(sequences.data(), static_cast<int64_t>(sequences.size()), p.num_heads, p.shape, p.window, pool_->size(), p.plan);
+  }
   for (auto& phase : phases_) phase->prepare(*this);
 }
 

@@ -54,6 +54,7 @@ struct RowOp {
   const int32_t* order = nullptr;
   PackedMatrix table{};
   const KvPages* pages = nullptr;
+  int group = 0;
 };
 
 // One matrix product and what follows on its outputs, in this order: bias; gated activation with `up`; scale; softcap; head
@@ -74,11 +75,18 @@ struct Segment {
   int residual = -1;
   int out = -1;
   const KvPages* pages = nullptr;
+  int group = 0;
   bool is_value = false;
 };
 
-// One step's tokens. Sequences as in attention.hpp; rows: numbers of the tokens whose logits are wanted; frequencies: for
-// every source inverse frequencies [half], or [tokens][half] where they differ.
+// Where the layers of one group keep a step's tokens: a slot a token, and sequences as in attention.hpp.
+struct PageMap {
+  const int64_t* slots;
+  std::vector<AttentionSequence> sequences;
+};
+
+// One step's tokens. rows: numbers of the tokens whose logits are wanted; frequencies: for every source inverse frequencies
+// [half], or [tokens][half] where they differ.
 struct Frequencies {
   const float* values;
   int64_t half;
@@ -89,10 +97,9 @@ struct StepInput {
   int64_t tokens;
   const int64_t* token_ids;
   const int64_t* positions;
-  const int64_t* slots;
   int64_t num_rows;
   const int64_t* rows;
-  std::vector<AttentionSequence> sequences;
+  std::vector<PageMap> maps;   // group by group
   std::vector<Frequencies> frequencies;
 };
 
@@ -106,8 +113,8 @@ class Program {
 
   int add_buffer(int64_t width, Domain domain);
   void add_matrix_phase(Domain domain, std::vector<RowOp> before, int input, std::vector<Segment> segments);
-  void add_attention_phase(int queries, int out, const KvPages* pages, int64_t num_heads, float scale, int64_t window,
-                           float softcap, const float* sinks = nullptr);
+  void add_attention_phase(int queries, int out, const KvPages* pages, int group, int64_t num_heads, float scale,
+                           int64_t window, float softcap, const float* sinks = nullptr);
 
   // Runs all phases. Afterwards `data` of a buffer holds its rows. Errors: std::bad_alloc.
   // poll: where not empty, called by the calling thread every kPollInterval or so, between two pieces of work. What it throws
@@ -136,13 +143,14 @@ class Program {
   struct Worker;
 
  private:
-  // Layers of one shape and window divide their work alike: it is planned once a step.
+  // Layers of one shape, window and group divide their work alike: it is planned once a step.
   struct SharedPlan {
     KvShape shape;
+    int group;
     int64_t num_heads, window;
     AttentionPlan plan;
   };
-  int shared_plan(const KvShape& shape, int64_t num_heads, int64_t window);
+  int shared_plan(const KvShape& shape, int group, int64_t num_heads, int64_t window);
 
   void add_phase(std::unique_ptr<Phase> phase);
   void prefetch_after(const Phase& phase, int worker) const;

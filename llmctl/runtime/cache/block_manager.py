@@ -1,28 +1,46 @@
 """Which cache page belongs to which sequence.
 
-A sequence's block table lists its pages in order; token i lies in page i // block_size. Pages are taken as the sequence
-grows and given back when it ends or is cut short. Nothing here touches tensors.
+A sequence has a block table in every group of layers; it lists its pages in order, token i lies in page i // block_size. Pages
+are taken as the sequence grows and given back when it ends or is cut short, and in a group with a window as soon as no query
+can see them any more. Sequences may share pages: those forked from each other, and those that begin with the same text. A page
+is never written while somebody else may read it: its writer takes a copy first. Nothing here touches tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
+
+from llmctl.runtime.cache.memory import BLOCK_SIZE, CachePlan
+from llmctl.runtime.cache.page_pool import PagePool
+from llmctl.runtime.cache.prefix_tree import PrefixNode
+
+GONE = -1
+"""Stands in a table for a page that was given back from its beginning."""
 
 
 class BlockTable:
     """A sequence's pages, in order. They lie in an array with room to grow, because a step is described by one, and to make it
-    of a list would cost more with every token."""
+    of a list would cost more with every token.
+
+    first: the first page that is held; those before it are GONE.
+    """
 
     def __init__(self, pages: Iterable[int] = ()) -> None:
-        self._room, self._length = np.empty(16, np.int64), 0
+        self._room, self._length, self.first = np.empty(16, np.int64), 0, 0
         self.extend(pages)
 
     @property
     def array(self) -> np.ndarray:
-        """The pages, int64; good until the table is cut."""
+        """The pages, int64; good until the table changes."""
         return self._room[: self._length]
+
+    @property
+    def held(self) -> list[int]:
+        """The pages that are not gone."""
+        return self.array[self.first :].tolist()
 
     def __len__(self) -> int:
         return self._length
@@ -39,40 +57,239 @@ class BlockTable:
         self._room[self._length : end] = added
         self._length = end
 
+    def replace(self, index: int, page: int) -> None:
+        """Put another page there."""
+        self.array[index] = page
+
     def cut(self, length: int) -> list[int]:
-        """Keep the first `length` pages; returns the others."""
-        removed: list[int] = self.array[length:].tolist()
-        self._length -= len(removed)
+        """Keep the first `length` pages; returns the others, but for those gone."""
+        removed: list[int] = self.array[max(length, self.first) :].tolist()
+        self._length = min(self._length, length)
+        self.first = min(self.first, self._length)
         return removed
+
+    def drop_before(self, index: int) -> list[int]:
+        """The pages before `index` are gone; returns those that were not."""
+        end = min(index, self._length)
+        if end <= self.first:
+            return []
+        dropped: list[int] = self.array[self.first : end].tolist()
+        self.array[self.first : end] = GONE
+        self.first = end
+        return dropped
+
+
+class SequencePages:
+    """The pages of one sequence. tables: group by group. node: the text of its first `num_remembered` pages in the tree."""
+
+    def __init__(self, num_groups: int, root: PrefixNode) -> None:
+        self.tables = [BlockTable() for _ in range(num_groups)]
+        self.node, self.num_remembered = root, 0
+        root.pins += 1
+
+    def move_to(self, node: PrefixNode, num_remembered: int) -> None:
+        """Follow the text to another node."""
+        node.pins += 1
+        self.node.pins -= 1
+        self.node.prune()
+        self.node, self.num_remembered = node, num_remembered
+
+    def __len__(self) -> int:
+        """Pages held, in all groups."""
+        return sum(len(table.held) for table in self.tables)
+
+
+@dataclass(frozen=True)
+class PageCopy:
+    """A page of a group that has to be copied before the next step."""
+
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class GroupStats:
+    """A group's pool. tokens_kept: room for tokens in `pages_held` that is filled, pages held twice counted once."""
+
+    pages: int
+    pages_held: int
+    pages_remembered: int
+    evictions: int
+
+
+@dataclass
+class ReuseStats:
+    """Since the start: prompts looked up, their tokens, and how many of these were found."""
+
+    lookups: int = 0
+    tokens: int = 0
+    found_tokens: int = 0
 
 
 class BlockManager:
-    """A pool of `num_blocks` pages of `block_size` tokens."""
+    """Pools of pages, one a group of layers.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
-        self._free = list(range(num_blocks))[::-1]  # the end is taken first: pages just given back are in memory still
+    reuse_tokens: texts are found in multiples of so many tokens; None keeps no texts at all.
+    """
+
+    def __init__(self, plan: CachePlan, reuse_tokens: int | None = BLOCK_SIZE) -> None:
+        self.plan, self.demand, self.reuse_tokens = plan, plan.demand, reuse_tokens
+        self.windows = [group.window for group in plan.groups]
+        self._pools = [PagePool(i, count) for i, count in enumerate(plan.num_pages)]
+        self._root = PrefixNode()
+        self._copies: list[PageCopy] = []
+        self.reuse = ReuseStats()
+
+    def new_pages(self) -> SequencePages:
+        """For a sequence that has none yet."""
+        return SequencePages(len(self._pools), self._root)
 
     @property
     def num_free(self) -> int:
-        """Pages no sequence holds."""
-        return len(self._free)
+        """Pages no sequence holds, in all groups."""
+        return sum(pool.num_free for pool in self._pools)
+
+    def stats(self) -> list[GroupStats]:
+        """Of every group."""
+        return [GroupStats(p.num_pages, p.num_pages - p.num_free, p.num_remembered, p.evictions) for p in self._pools]
 
     def blocks_for(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens fill."""
-        return -(-num_tokens // self.block_size)
+        return -(-num_tokens // BLOCK_SIZE)
 
-    def can_grow(self, block_table: BlockTable, num_tokens: int) -> bool:
-        """True if the sequence can be made to hold `num_tokens` tokens."""
-        return self.blocks_for(num_tokens) - len(block_table) <= self.num_free
+    def can_grow(self, pages: SequencePages, num_computed: int, num_tokens: int) -> bool:
+        """True if there are pages for a step that brings the sequence from `num_computed` to `num_tokens` tokens."""
+        for pool, table, first in self._each(pages, num_computed, num_tokens):
+            given_back = sum(pool.is_sole(page) for page in table.array[table.first : first].tolist())
+            copied = self._is_shared(pool, table, num_computed)
+            if self.blocks_for(num_tokens) - len(table) + copied > pool.num_free + given_back:
+                return False
+        return True
 
-    def grow(self, block_table: BlockTable, num_tokens: int) -> None:
-        """Append free pages until the table holds `num_tokens` tokens; the caller has asked `can_grow`."""
-        missing = self.blocks_for(num_tokens) - len(block_table)
-        assert missing <= self.num_free, "grow() without can_grow()"
-        block_table.extend(self._free.pop() for _ in range(missing))
+    def can_admit(self, pages: SequencePages, num_tokens: int) -> bool:
+        """True if a sequence that has these pages can be brought to `num_tokens` tokens beside the others, step by step."""
+        for pool, table, window in zip(self._pools, pages.tables, self.windows, strict=True):
+            wanted = self.blocks_for(num_tokens)
+            if window is not None:
+                chunk = self.blocks_for(min(self.demand.prefill_chunk, num_tokens))
+                wanted = min(wanted, self.demand.sequence_pages(window) + chunk + table.first)
+            if wanted - len(table) > pool.num_free:
+                return False
+        return True
 
-    def shrink(self, block_table: BlockTable, num_tokens: int) -> None:
-        """Give back the pages beyond the first `num_tokens` tokens (0 gives back all): rollback and release."""
+    def grow(self, pages: SequencePages, num_computed: int, num_tokens: int) -> None:
+        """Take the pages for such a step, and give back those that nobody can see in it; the caller has asked `can_grow`. What
+        `take_copies` then returns must be copied before the step."""
+        for pool, table, first in self._each(pages, num_computed, num_tokens):
+            for page in table.drop_before(first):
+                pool.drop(page)
+            if self._is_shared(pool, table, num_computed):
+                self._copy_page(pool, table, num_computed // BLOCK_SIZE)
+            missing = self.blocks_for(num_tokens) - len(table)
+            assert missing <= pool.num_free, "grow() without can_grow()"
+            table.extend(pool.take() for _ in range(missing))
+
+    def _each(self, pages: SequencePages, num_computed: int, num_tokens: int) -> Iterable[tuple[PagePool, BlockTable, int]]:
+        """Every group's pool and table, and the first page it keeps in such a step."""
+        for pool, table, window in zip(self._pools, pages.tables, self.windows, strict=True):
+            yield pool, table, self.demand.first_kept(window, num_computed, num_tokens) // BLOCK_SIZE
+
+    @staticmethod
+    def _is_shared(pool: PagePool, table: BlockTable, num_computed: int) -> bool:
+        """True if the page that the next token goes to has others who read it."""
+        index, offset = divmod(num_computed, BLOCK_SIZE)
+        return index < len(table) and offset > 0 and not pool.may_write(table[index])
+
+    def _copy_page(self, pool: PagePool, table: BlockTable, index: int) -> None:
+        source, target = table[index], pool.take()
+        self._copies.append(PageCopy(pool.group, source, target))
+        table.replace(index, target)
+        pool.drop(source)
+
+    def take_copies(self) -> list[PageCopy]:
+        """The copies that have come up, in the order in which they are to be done."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def rewind(self, pages: SequencePages, num_tokens: int) -> int:
+        """Take back all but the first `num_tokens` tokens. Returns how many are left: none where a window has lost what the
+        next one would have to see."""
+        for table, window in zip(pages.tables, self.windows, strict=True):
+            seen = 0 if window is None else max(0, num_tokens - window + 1)
+            if seen // BLOCK_SIZE < table.first and num_tokens > 0:
+                num_tokens = 0
         keep = self.blocks_for(num_tokens)
-        self._free.extend(reversed(block_table.cut(keep)))
+        for pool, table in zip(self._pools, pages.tables, strict=True):
+            for page in reversed(table.cut(keep)):  # the end of a text is given up before its beginning
+                pool.drop(page)
+        node, count = pages.node, pages.num_remembered
+        while count * BLOCK_SIZE > num_tokens and node.parent is not None:
+            node, count = node.parent, count - 1
+        pages.move_to(node, count)
+        return num_tokens
+
+    def release(self, pages: SequencePages) -> None:
+        """Give everything back."""
+        self.rewind(pages, 0)
+
+    def fork(self, pages: SequencePages) -> SequencePages:
+        """Another sequence with the same tokens so far, on the same pages."""
+        twin = self.new_pages()
+        for pool, table, copy in zip(self._pools, pages.tables, twin.tables, strict=True):
+            for page in table.held:
+                pool.hold(page)
+            copy.extend(table.array.tolist())
+            copy.first = table.first
+        twin.move_to(pages.node, pages.num_remembered)
+        return twin
+
+    def remember(self, pages: SequencePages, token_ids: list[int], num_computed: int) -> None:
+        """Let the sequence's full pages be found by texts that begin with the same tokens."""
+        if self.reuse_tokens is None:
+            return
+        while (pages.num_remembered + 1) * BLOCK_SIZE <= num_computed:
+            index = pages.num_remembered
+            node = pages.node.child(tuple(token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]))
+            for pool, table in zip(self._pools, pages.tables, strict=True):
+                if table.first <= index:
+                    pool.remember(table[index], node)
+            pages.move_to(node, index + 1)
+
+    def find_prefix(self, pages: SequencePages, token_ids: list[int]) -> int:
+        """Take what is cached of a text for a sequence without pages; returns how many tokens that is, never all of them.
+
+        A prefix counts only where every group has what the token after it sees: all of it, or its window.
+        """
+        if self.reuse_tokens is None:
+            return 0
+        nodes = self._root.find(token_ids, BLOCK_SIZE, (len(token_ids) - 1) // BLOCK_SIZE)
+        count = self._longest(nodes)
+        for pool, table, window in zip(self._pools, pages.tables, self.windows, strict=True):
+            first = 0 if window is None else max(0, count * BLOCK_SIZE - window + 1) // BLOCK_SIZE
+            table.extend([GONE] * first)
+            table.first = first
+            table.extend(node.pages[pool.group] for node in nodes[first:count])
+            for page in table.held:
+                pool.hold(page)
+        if count:
+            pages.move_to(nodes[count - 1], count)
+        return count * BLOCK_SIZE
+
+    def count_lookup(self, num_tokens: int, num_found: int) -> None:
+        """Put a prompt that `find_prefix` was asked for into the statistics."""
+        self.reuse.lookups += 1
+        self.reuse.tokens += num_tokens
+        self.reuse.found_tokens += num_found
+
+    def _longest(self, nodes: list[PrefixNode]) -> int:
+        """Pages of the longest prefix that can be used."""
+        assert self.reuse_tokens is not None
+        runs = [0] * len(self._pools)  # pages in a row, up to here, that each group has
+        best = 0
+        for count, node in enumerate(nodes, 1):
+            runs = [run + 1 if group in node.pages else 0 for group, run in enumerate(runs)]
+            seen = (count if w is None else count - max(0, count * BLOCK_SIZE - w + 1) // BLOCK_SIZE for w in self.windows)
+            if count * BLOCK_SIZE % self.reuse_tokens == 0 and all(r >= s for r, s in zip(runs, seen, strict=True)):
+                best = count
+        return best

@@ -1,9 +1,14 @@
-"""How many bytes a KV cache takes: one set of numbers for the engine's allocation and for `inspect-kv`."""
+"""How many pages and bytes a KV cache takes: one set of numbers for the engine's allocation and for `inspect-kv`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+BLOCK_SIZE = 16
+"""Tokens in a page."""
+PREFILL_CHUNK = 512
+"""Tokens of prompts that run in one step, where nothing else is asked for."""
 
 # Bytes per element of a cache type: block types store whole blocks along head_dim.
 _PLAIN = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "fp8": 1.0}
@@ -23,6 +28,22 @@ class LayerShape:
     head_dim: int
     sliding_window: int | None = None
     latent: int = 0
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that keep the same tokens, so that they share block tables. layers: their numbers in the model."""
+
+    window: int | None
+    layers: tuple[int, ...]
+
+
+def group_layers(layers: Sequence[LayerShape]) -> tuple[LayerGroup, ...]:
+    """The groups of a model, in order of first appearance."""
+    windows = dict.fromkeys(layer.sliding_window for layer in layers)
+    return tuple(
+        LayerGroup(window, tuple(i for i, layer in enumerate(layers) if layer.sliding_window == window)) for window in windows
+    )
 
 
 def row_bytes(elements: int, kv_type: str) -> int | None:
@@ -46,18 +67,111 @@ def bytes_per_token(layers: Sequence[LayerShape], kv_type: str) -> int | None:
     return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
-def cache_bytes(
-    layers: Sequence[LayerShape], kv_type: str, context: int, batch: int = 1, *, windowed: bool = False
-) -> int | None:
-    """Bytes for `batch` sequences of `context` tokens; None where the type does not fit some layer.
+def least_bytes(layers: Sequence[LayerShape], kv_type: str, context: int, batch: int = 1) -> int | None:
+    """Bytes of the tokens that the next query of each of `batch` sequences of `context` tokens can see: what no cache of this
+    type can do without. None where the type does not fit some layer."""
+    sizes = [layer_bytes_per_token(layer, kv_type) for layer in layers]
+    if None in sizes:
+        return None
+    seen = (min(context, layer.sliding_window or context) for layer in layers)
+    return batch * sum(size * tokens for size, tokens in zip(sizes, seen, strict=True) if size is not None)
 
-    The engine keeps every token of every layer. windowed: count only the tokens a sliding-window layer can still see, the
-    least the architecture needs.
+
+@dataclass(frozen=True)
+class Demand:
+    """What a cache is to hold: `sequences` of `context` tokens each, computed in steps of up to `prefill_chunk`.
+
+    longest_draft: tokens that may be taken back again after they were computed.
     """
-    total = 0
-    for layer in layers:
-        size = layer_bytes_per_token(layer, kv_type)
-        if size is None:
-            return None
-        total += size * (min(context, layer.sliding_window or context) if windowed else context)
-    return total * batch
+
+    context: int
+    sequences: int = 1
+    prefill_chunk: int = PREFILL_CHUNK
+    longest_draft: int = 0
+
+    def first_kept(self, window: int | None, num_computed: int, num_tokens: int) -> int:
+        """The first token that a group has to keep when a step brings a sequence from `num_computed` to `num_tokens` tokens.
+
+        Of a window that is what the step's first query sees. Beside that it keeps the window, the longest draft and one token
+        more, so that the longest draft can be taken back.
+        """
+        if window is None:
+            return 0
+        return max(0, min(num_computed - window + 1, num_tokens - window - self.longest_draft - 1))
+
+    def sequence_pages(self, window: int | None) -> int:
+        """Pages of a group that one sequence holds while it generates: of a window, those that window + longest draft + 1
+        tokens touch wherever the first of them lies in its page."""
+        all_pages = -(-self.context // BLOCK_SIZE)
+        if window is None:
+            return all_pages
+        return min(all_pages, (window + self.longest_draft + 1 + 2 * (BLOCK_SIZE - 1)) // BLOCK_SIZE)
+
+    def group_pages(self, window: int | None) -> int:
+        """Pages of a group for all sequences. Where there is a window, one more a sequence and those of a prefill step."""
+        every = self.sequences * -(-self.context // BLOCK_SIZE)
+        if window is None:
+            return every
+        chunk = -(-min(self.prefill_chunk, self.context) // BLOCK_SIZE)
+        return min(every, self.sequences * (self.sequence_pages(window) + 1) + chunk)
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Pages of every group of layers. nbytes: of all layers together, None where the type does not fit some layer."""
+
+    demand: Demand
+    groups: tuple[LayerGroup, ...]
+    num_pages: tuple[int, ...]
+    nbytes: int | None
+
+    @property
+    def capacity(self) -> int:
+        """Tokens one sequence can have when it is alone."""
+        full = [pages for group, pages in zip(self.groups, self.num_pages, strict=True) if group.window is None]
+        return min([self.demand.context, *(pages * BLOCK_SIZE for pages in full)])
+
+
+def plan_cache(
+    layers: Sequence[LayerShape], kv_type: str, demand: Demand, *, most_bytes: int | None = None, most_pages: int | None = None
+) -> CachePlan:
+    """The pages an engine allocates. most_bytes: give fewer sequences a full context where it would be more than that, down to
+    one. most_pages: of any group."""
+    groups = group_layers(layers)
+    sizes = [_page_bytes(layers, group, kv_type) for group in groups]
+    pages = [demand.group_pages(group.window) for group in groups]
+    if most_bytes is not None and None not in sizes:
+        least = [Demand(demand.context, 1, demand.prefill_chunk, demand.longest_draft).group_pages(g.window) for g in groups]
+        pages = _within(most_bytes, pages, least, [size or 0 for size in sizes])
+    if most_pages is not None:
+        counts = zip(groups, pages, strict=True)
+        pages = [most_pages if group.window is None else min(count, most_pages) for group, count in counts]
+    total = None if None in sizes else sum((size or 0) * count for size, count in zip(sizes, pages, strict=True))
+    return CachePlan(demand, groups, tuple(pages), total)
+
+
+def _page_bytes(layers: Sequence[LayerShape], group: LayerGroup, kv_type: str) -> int | None:
+    """Bytes of a page over all layers of a group."""
+    per_token = bytes_per_token([layers[i] for i in group.layers], kv_type)
+    return None if per_token is None else per_token * BLOCK_SIZE
+
+
+def _within(most_bytes: int, wanted: list[int], least: list[int], sizes: list[int]) -> list[int]:
+    """Between the pages of one sequence and those wanted, as many as fit; every group gives up the same share."""
+
+    def total(pages: list[int]) -> int:
+        return sum(size * count for size, count in zip(sizes, pages, strict=True))
+
+    spare = total(wanted) - total(least)
+    share = min(1.0, max(0.0, (most_bytes - total(least)) / spare)) if spare else 1.0
+    return [low + int(share * (high - low)) for low, high in zip(least, wanted, strict=True)]
+
+
+def fitting_context(layers: Sequence[LayerShape], kv_type: str, most_bytes: int, most_tokens: int) -> int:
+    """The longest context, up to `most_tokens`, whose cache for one sequence takes at most so many bytes; 0 if none does."""
+    low, high = 0, most_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        needed = plan_cache(layers, kv_type, Demand(middle)).nbytes
+        low, high = (middle, high) if needed is not None and needed <= most_bytes else (low, middle - 1)
+    return low

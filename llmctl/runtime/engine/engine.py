@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from llmctl.errors import ContextLengthError, UsageError
 from llmctl.kernels.ops import StepInterrupted
-from llmctl.runtime.cache.block_manager import BlockManager
-from llmctl.runtime.engine.model_runner import BLOCK_SIZE, ModelRunner
+from llmctl.runtime.cache.block_manager import BlockManager, GroupStats, ReuseStats
+from llmctl.runtime.cache.memory import BLOCK_SIZE, PREFILL_CHUNK, Demand, plan_cache
+from llmctl.runtime.engine.model_runner import ModelRunner
 from llmctl.runtime.engine.scheduler import ScheduledChunk, Scheduler
 from llmctl.runtime.engine.sequence import FinishReason, Sequence
 from llmctl.runtime.loading import LoadedModel
@@ -34,19 +36,33 @@ class Engine:
     """Continuous batching over one model and one paged cache.
 
     max_num_seqs: sequences in a step. prefill_chunk: tokens in a step. context_length: prompt and completion of one
-    sequence together. num_blocks: pages of the cache; None gives every one of max_num_seqs sequences a full context, as
-    far as memory allows (LoadedModel.max_cache_tokens), and at least one sequence.
+    sequence together. num_blocks: pages of the cache (less for windows that need less); None gives every one of max_num_seqs
+    sequences a full context, as far as memory allows (LoadedModel.max_cache_bytes), and at least one sequence. longest_draft:
+    tokens of a sequence that may be taken back after they were computed. prefix_cache: begin a sequence with what the cache
+    still has of its text.
     """
 
     def __init__(
-        self, model: LoadedModel, *, max_num_seqs: int = 1, prefill_chunk: int = 512, num_blocks: int | None = None
+        self,
+        model: LoadedModel,
+        *,
+        max_num_seqs: int = 1,
+        prefill_chunk: int = PREFILL_CHUNK,
+        num_blocks: int | None = None,
+        longest_draft: int = 0,
+        prefix_cache: bool = True,
     ) -> None:
-        self.model, self.context_length = model, model.context_length
-        tokens = max(self.context_length, min(max_num_seqs * self.context_length, model.max_cache_tokens))
-        self._blocks = BlockManager(num_blocks or -(-tokens // BLOCK_SIZE), BLOCK_SIZE)
-        self._runner = ModelRunner(model, self._blocks.num_free)
-        self._capacity = min(self.context_length, self._blocks.num_free * BLOCK_SIZE)
+        self.model, self.context_length, self._prefill_chunk = model, model.context_length, prefill_chunk
+        demand = Demand(self.context_length, max_num_seqs, prefill_chunk, longest_draft)
+        layers, most = model.config.kv_layers(), model.max_cache_bytes
+        plan = plan_cache(layers, model.kv_type, demand, most_bytes=most, most_pages=num_blocks)
+        # Where a token's numbers depend on how many share its step, only whole chunks are those of a run without a cache.
+        step = BLOCK_SIZE if model.ops.is_row_invariant else math.lcm(prefill_chunk, BLOCK_SIZE)
+        self._blocks = BlockManager(plan, step if prefix_cache else None)
+        self._runner = ModelRunner(model, plan)
+        self._capacity = plan.capacity
         self._scheduler = Scheduler(self._blocks, max_num_seqs, prefill_chunk)
+        self._followers: dict[Sequence, list[Sequence]] = {}
         self._finished_early: list[TokenOutput] = []
 
     @property
@@ -65,11 +81,44 @@ class Engine:
             self._scheduler.add(sequence)
         return sequence
 
+    def add_several(self, prompt_token_ids: list[int], params: SamplingParams, count: int) -> list[Sequence]:
+        """Queue `count` sequences of one prompt, which is computed once. Errors: as `add`.
+
+        With a seed, the second one has the seed after it, and so on: as many `add` with these seeds give the same ids.
+        """
+        seeds = [None if params.seed is None else (params.seed + i) % 2**64 for i in range(count)]
+        every = [replace(params, seed=seed) for seed in seeds]
+        first = self.add(prompt_token_ids, every[0])
+        if params.max_tokens == 0:
+            return [first, *(self.add(prompt_token_ids, each) for each in every[1:])]
+        others = [Sequence(prompt_token_ids, each, Sampler(each)) for each in every[1:]]
+        if others:
+            self._followers[first] = others
+        return [first, *others]
+
     def abort(self, sequence: Sequence) -> None:
         """Stop a sequence at once; its pages are free again."""
-        if sequence.finish_reason is None:
-            sequence.finish_reason = "abort"
-            self._scheduler.remove(sequence)
+        if sequence.finish_reason is not None:
+            return
+        sequence.finish_reason = "abort"
+        self._scheduler.remove(sequence)
+        for followers in self._followers.values():
+            if sequence in followers:
+                followers.remove(sequence)
+        followers = self._followers.pop(sequence, [])
+        if followers:
+            self._scheduler.add(followers[0])
+            self._followers[followers[0]] = followers[1:]
+
+    @property
+    def group_stats(self) -> list[GroupStats]:
+        """What the pages of every group of layers are used for."""
+        return self._blocks.stats()
+
+    @property
+    def reuse_stats(self) -> ReuseStats:
+        """How much of the prompts was in the cache already."""
+        return self._blocks.reuse
 
     def interrupt(self) -> None:
         """Let the step under way in the main thread end early, without an output and its tokens not counted: for signal
@@ -87,18 +136,46 @@ class Engine:
         chunks = self._scheduler.schedule(max_tokens)
         if not chunks:
             return []
+        self._runner.copy_pages(self._blocks.take_copies())
         try:
             logits = self._runner.run(chunks)
         except StepInterrupted:
             return []
-        ended = [chunk for chunk in chunks if chunk.is_last]
+        ended = [chunk.sequence for chunk in chunks if chunk.is_last]
         for chunk in chunks:
-            chunk.sequence.num_computed += chunk.num_tokens
-        return [self._advance(chunk, row) for chunk, row in zip(ended, logits, strict=True)]
+            self._count(chunk, alone=len(chunks) == 1)
+        return [
+            self._advance(sequence, row)
+            for leader, row in zip(ended, logits, strict=True)
+            for sequence in [leader, *self._fork(leader)]
+        ]
 
-    def _advance(self, chunk: ScheduledChunk, logits: np.ndarray) -> TokenOutput:
+    def _count(self, chunk: ScheduledChunk, alone: bool) -> None:
+        """The chunk's tokens are computed; others may begin with them where they are what a run without a cache has."""
+        sequence, begin = chunk.sequence, chunk.begin
+        whole = alone and begin % self._prefill_chunk == 0 and chunk.num_tokens == self._prefill_chunk
+        sequence.num_computed += chunk.num_tokens
+        assert sequence.pages is not None
+        if self.model.ops.is_row_invariant or (whole and sequence.pages.num_remembered == begin // BLOCK_SIZE):
+            self._blocks.remember(sequence.pages, sequence.token_ids, sequence.num_computed)
+
+    def _fork(self, leader: Sequence) -> list[Sequence]:
+        """The sequences that waited for this one's prompt and now go on from its pages. Those there is no room for wait like
+        new ones."""
+        assert leader.pages is not None
+        joined = []
+        for follower in self._followers.pop(leader, []):
+            if self._scheduler.join(follower):
+                follower.pages = self._blocks.fork(leader.pages)
+                follower.num_computed, follower.was_begun = leader.num_computed, True
+                follower.num_cached_tokens = follower.num_computed
+                joined.append(follower)
+            else:
+                self._scheduler.add(follower)
+        return joined
+
+    def _advance(self, sequence: Sequence, logits: np.ndarray) -> TokenOutput:
         """Sample, append, and finish the sequence where it must end."""
-        sequence = chunk.sequence
         token = sequence.sampler.sample(logits[: self.model.num_tokens], sequence.token_ids)
         sequence.token_ids.append(token.token_id)
         sequence.finish_reason = self._finish_reason(sequence, token.token_id)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+
 import numpy as np
 
-from llmctl.kernels.attention import BatchDescription
-from llmctl.runtime.cache.block_manager import BlockManager
+from llmctl.kernels.attention import BatchDescription, PageMap
+from llmctl.runtime.cache.block_manager import BlockManager, PageCopy
 from llmctl.runtime.cache.kv_cache import KvCache
+from llmctl.runtime.cache.memory import BLOCK_SIZE, PREFILL_CHUNK, CachePlan, Demand, plan_cache
 from llmctl.runtime.engine.scheduler import ScheduledChunk
 from llmctl.runtime.engine.sequence import Sequence
 from llmctl.runtime.loading import LoadedModel
@@ -14,58 +17,58 @@ from llmctl.runtime.models.rotary_tables import RotaryTables
 from llmctl.runtime.sampling.params import SamplingParams
 from llmctl.runtime.sampling.sampler import Sampler
 
-BLOCK_SIZE = 16
 
-
-def describe(chunks: list[ScheduledChunk], block_size: int, tables: RotaryTables) -> BatchDescription:
+def describe(chunks: list[ScheduledChunk], num_groups: int, tables: RotaryTables) -> BatchDescription:
     """The chunks of a step, laid end to end."""
     token_ids: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
-    cu_seqlens_q, context_lens, block_tables = [0], [], []
+    cu_seqlens_q = [0]
     for chunk in chunks:
-        sequence, table = chunk.sequence, chunk.sequence.block_table
-        begin, end = sequence.num_computed, sequence.num_computed + chunk.num_tokens
-        token_ids += sequence.token_ids[begin:end]
+        begin, end = chunk.begin, chunk.end
+        token_ids += chunk.sequence.token_ids[begin:end]
         positions += range(begin, end)
-        first = begin // block_size
-        pages = table.array[first : -(-end // block_size)].tolist()
-        slots += [pages[i // block_size - first] * block_size + i % block_size for i in range(begin, end)]
         cu_seqlens_q.append(len(token_ids))
-        context_lens.append(end)
-        block_tables.append(table.array)
     return BatchDescription(
         token_ids=np.array(token_ids, np.int64),
         positions=np.array(positions, np.int64),
-        slot_mapping=np.array(slots, np.int64),
         inv_freqs=tables.frequencies(lambda: _rope_lengths(chunks)),
         cu_seqlens_q=cu_seqlens_q,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        block_size=block_size,
+        page_maps=[_page_map(chunks, group) for group in range(num_groups)],
+        block_size=BLOCK_SIZE,
     )
+
+
+def _page_map(chunks: list[ScheduledChunk], group: int) -> PageMap:
+    """Where the layers of one group find the chunks' tokens."""
+    slots: list[int] = []
+    tables = [chunk.sequence.pages.tables[group].array for chunk in chunks]
+    for chunk, table in zip(chunks, tables, strict=True):
+        first = chunk.begin // BLOCK_SIZE
+        pages = table[first : -(-chunk.end // BLOCK_SIZE)].tolist()
+        slots += [pages[i // BLOCK_SIZE - first] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(chunk.begin, chunk.end)]
+    return PageMap(np.array(slots, np.int64), [chunk.end for chunk in chunks], tables)
 
 
 def _rope_lengths(chunks: list[ScheduledChunk]) -> np.ndarray:
     """What length-dependent ropes see at every token of the step."""
-    lengths: list[int] = []
-    for chunk in chunks:
-        begin = chunk.sequence.num_computed
-        lengths += [chunk.sequence.rope_length(i) for i in range(begin, begin + chunk.num_tokens)]
-    return np.array(lengths)
+    return np.array([chunk.sequence.rope_length(i) for chunk in chunks for i in range(chunk.begin, chunk.end)])
 
 
 class ModelRunner:
     """Runs chunks through one model over one cache."""
 
-    def __init__(self, model: LoadedModel, num_blocks: int) -> None:
+    def __init__(self, model: LoadedModel, plan: CachePlan) -> None:
         self.model = model
-        self.cache = cache = KvCache(model.ops, model.config.kv_layers(), num_blocks, BLOCK_SIZE, model.kv_type)
+        self.cache = cache = KvCache(model.ops, model.config.kv_layers(), plan, model.kv_type)
         self._tables = model.decoder.tables
         self._forward = model.ops.compile(
             lambda batch, rows: model.decoder.forward(batch, cache, rows),
             [rope.rotary_dim // 2 for rope in self._tables.ropes],
         )
+
+    def copy_pages(self, copies: Iterable[PageCopy]) -> None:
+        """Copy pages, before the step that writes the copies."""
+        self.cache.copy(copies)
 
     def run(self, chunks: list[ScheduledChunk]) -> np.ndarray:
         """Compute the chunks. Returns float32 logits, one row for each chunk that ends its sequence, in order; they are valid
@@ -84,19 +87,42 @@ class ModelRunner:
         return self._forward(batch, np.arange(batch.cu_seqlens_q[-1], dtype=np.int64))
 
     def _describe(self, chunks: list[ScheduledChunk]) -> BatchDescription:
-        return describe(chunks, BLOCK_SIZE, self._tables)
+        return describe(chunks, len(self.cache.plan.groups), self._tables)
+
+
+class LogitsReader:
+    """Logits of one model for texts of up to `length` tokens, one after the other, over the same cache pages.
+
+    chunk: most tokens in a step.
+    """
+
+    def __init__(self, model: LoadedModel, length: int, chunk: int = PREFILL_CHUNK) -> None:
+        self.num_tokens, self._chunk = model.num_tokens, chunk
+        plan = plan_cache(model.config.kv_layers(), model.kv_type, Demand(length, prefill_chunk=chunk))
+        self._blocks, self._runner = BlockManager(plan, reuse_tokens=None), ModelRunner(model, plan)
+
+    def rows(self, ids: list[int], first: int = 0, step: int | None = None) -> Iterator[np.ndarray]:
+        """Logits [n, vocab_size] after the tokens from number `first` on, in order, at most `step` and at most a chunk of them at
+        once; they are valid until the next."""
+        params = SamplingParams(temperature=0)
+        sequence = Sequence(ids, params, Sampler(params))
+        sequence.pages = self._blocks.new_pages()
+        while sequence.num_computed < first:
+            self._run(sequence, min(self._chunk, first - sequence.num_computed), self._runner.run)
+        while sequence.num_uncomputed:
+            count = min(step or self._chunk, self._chunk, sequence.num_uncomputed)
+            yield self._run(sequence, count, self._runner.run_all)
+        self._blocks.release(sequence.pages)
+
+    def _run(self, sequence: Sequence, count: int, run: Callable[[list[ScheduledChunk]], np.ndarray]) -> np.ndarray:
+        assert sequence.pages is not None
+        self._blocks.grow(sequence.pages, sequence.num_computed, sequence.num_computed + count)
+        logits = run([ScheduledChunk(sequence, count)])
+        sequence.num_computed += count
+        return logits
 
 
 def compute_logits(model: LoadedModel, token_ids: list[int], chunk: int | None = None) -> np.ndarray:
     """Logits float32 [T, vocab_size] after every token of one sequence, fed `chunk` tokens at a time (None: all at once)."""
-    blocks = BlockManager(-(-len(token_ids) // BLOCK_SIZE), BLOCK_SIZE)
-    runner = ModelRunner(model, blocks.num_free)
-    params = SamplingParams(temperature=0)
-    sequence = Sequence(token_ids, params, Sampler(params))
-    blocks.grow(sequence.block_table, len(token_ids))
-    parts = []
-    while sequence.num_uncomputed:
-        step = ScheduledChunk(sequence, min(chunk or len(token_ids), sequence.num_uncomputed))
-        parts.append(np.array(runner.run_all([step])))
-        sequence.num_computed += step.num_tokens
-    return np.concatenate(parts)
+    reader = LogitsReader(model, len(token_ids), chunk or len(token_ids))
+    return np.concatenate([np.array(rows) for rows in reader.rows(token_ids)])

@@ -1,7 +1,8 @@
 """Scheduler: whose tokens run in the next step.
 
 Sequences that only need one token (decode) come first; what is left of the step's budget goes to prompts, in chunks, in
-order of arrival. When pages run out the youngest running sequence gives its pages back and is computed again later.
+order of arrival. A sequence begins with what the cache still has of its text. When pages run out the youngest running sequence
+gives its pages back and is computed again later.
 """
 
 from __future__ import annotations
@@ -19,6 +20,16 @@ class ScheduledChunk:
 
     sequence: Sequence
     num_tokens: int
+
+    @property
+    def begin(self) -> int:
+        """The first token's position."""
+        return self.sequence.num_computed
+
+    @property
+    def end(self) -> int:
+        """The position after the last token's."""
+        return self.sequence.num_computed + self.num_tokens
 
     @property
     def is_last(self) -> bool:
@@ -44,6 +55,13 @@ class Scheduler:
         """Queue a new sequence."""
         self.waiting.append(sequence)
 
+    def join(self, sequence: Sequence) -> bool:
+        """Run a sequence that has its pages already beside the others; False if there are as many as can be."""
+        if len(self.running) >= self.max_num_seqs:
+            return False
+        self.running.append(sequence)
+        return True
+
     def schedule(self, max_tokens: int | None = None) -> list[ScheduledChunk]:
         """The next step's chunks, with pages for them taken: at most prefill_chunk tokens, and at most max_tokens if given.
         Never empty while there is work."""
@@ -63,32 +81,49 @@ class Scheduler:
     def _admit(self) -> None:
         """Start waiting sequences while their prompts fit beside the running ones."""
         while self.waiting and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting[0]
-            if self.running and not self.blocks.can_grow(sequence.block_table, len(sequence.token_ids) + 1):
+            if not self._begin(self.waiting[0]):
                 return
             self.running.append(self.waiting.popleft())
+
+    def _begin(self, sequence: Sequence) -> bool:
+        """Give a sequence what the cache has of its text; False if there is no room for the rest beside those that run."""
+        pages = sequence.pages = self.blocks.new_pages()
+        found = self.blocks.find_prefix(pages, sequence.token_ids)
+        if self.running and not self.blocks.can_admit(pages, len(sequence.token_ids) + 1):
+            self.blocks.release(pages)
+            return False
+        if not sequence.was_begun:
+            sequence.was_begun, sequence.num_cached_tokens = True, found
+            self.blocks.count_lookup(sequence.num_prompt_tokens, found)
+        sequence.num_computed = found
+        return True
 
     def _reserve(self, sequence: Sequence, num_tokens: int, chunks: list[ScheduledChunk]) -> bool:
         """Take pages for a sequence, preempting the youngest others; False if it had to give way itself."""
         taken = {chunk.sequence for chunk in chunks}
-        while not self.blocks.can_grow(sequence.block_table, num_tokens):
+        while not self.blocks.can_grow(sequence.pages, sequence.num_computed, num_tokens):
             victim = next(s for s in reversed(self.running) if s not in taken)
             self._preempt(victim)
             if victim is sequence:
                 return False
-        self.blocks.grow(sequence.block_table, num_tokens)
+        self.blocks.grow(sequence.pages, sequence.num_computed, num_tokens)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.blocks.shrink(sequence.block_table, 0)
+        self._release(sequence)
         sequence.num_computed = 0
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a finished or aborted sequence and give its pages back."""
-        self.blocks.shrink(sequence.block_table, 0)
+        self._release(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.pages is not None:
+            self.blocks.release(sequence.pages)
+        sequence.pages = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llmctl.runtime.cache.block_manager import BlockTable
+from llmctl.runtime.cache.block_manager import SequencePages
 from llmctl.runtime.sampling.params import SamplingParams
 from llmctl.runtime.sampling.sampler import Sampler
 
@@ -17,7 +17,8 @@ class Sequence:
     """Token ids of one request and how far they have been computed.
 
     token_ids: prompt followed by completion. num_computed: leading tokens whose keys and values are in the cache.
-    block_table: cache pages, in order. finish_reason: None while it runs.
+    num_cached_tokens: tokens of the prompt that were there already when it began. pages: its cache pages, None before they are
+    first asked for. was_begun: it has run before, even if it waits again. finish_reason: None while it runs.
     """
 
     prompt_token_ids: list[int]
@@ -25,7 +26,9 @@ class Sequence:
     sampler: Sampler
     token_ids: list[int] = field(init=False)
     num_computed: int = 0
-    block_table: BlockTable = field(default_factory=BlockTable)
+    num_cached_tokens: int = 0
+    was_begun: bool = False
+    pages: SequencePages | None = None
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:

@@ -130,8 +130,8 @@ class Attention:
         if config.query_growth is not None and self.choices.rope is not None:
             original = self.choices.rope.original_max_position
             queries = ops.growth(queries, batch.positions, config.query_growth, original)
-        pages = cache.layer(self.index)
-        ops.store_kv(keys, values, pages, batch.slot_mapping)
+        pages, batch = cache.layer(self.index), batch.of_group(cache.group(self.index))
+        ops.store_kv(keys, values, pages, batch)
         window = self.choices.sliding_window
         y = ops.attention(queries, pages, batch, config.attention_scale, window, config.attention_softcap)
         y = ops.reshape(y, (-1, config.num_heads * config.head_dim))

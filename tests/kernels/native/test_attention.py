@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llmctl.kernels._reference import ReferenceOps
-from llmctl.kernels.attention import BatchDescription
+from llmctl.kernels.attention import BatchDescription, PageMap
 from llmctl.kernels.native import _native as native
 
 PAGE = 16
@@ -104,11 +104,9 @@ def describe(ranges: list[tuple[int, int]], tables: list[torch.Tensor]) -> Batch
     return BatchDescription(
         token_ids=None,
         positions=None,
-        slot_mapping=None,
         inv_freqs=[],
         cu_seqlens_q=np.cumsum([0, *(last - first for first, last in ranges)]).tolist(),
-        context_lens=[last for _, last in ranges],
-        block_tables=tables,
+        page_maps=[PageMap(None, [last for _, last in ranges], tables)],
         block_size=PAGE,
     )
 

@@ -42,7 +42,7 @@ class Recorder:
         if gemma:
             q, k = self.norm(q), self.norm(k)
         q, k = (self.op("rotary", side, cos, sin, shape=side.shape) for side in (q, k))
-        self.graph.add("store_kv", (k, v), pages=None)
+        self.graph.add("store_kv", (k, v), pages=None, group=0)
         y = self.op("attention", q, shape=q.shape, pages=None, scale=1.0, window=None, softcap=None, sinks=None)
         y = self.linear(Value(y.node, y.index, (HEADS * self.head_dim,)), HIDDEN)
         x = self.op("add", x, self.norm(y) if gemma else y, shape=x.shape)
@@ -69,7 +69,7 @@ def stored(graph: Graph, *, flat_norm: bool) -> list[str]:
     x = r.op("embedding", shape=(HIDDEN,), weight=weight(9), factor=1.0)
     k, v = r.linear(x, KV_HEADS * HEAD_DIM), r.linear(x, KV_HEADS * HEAD_DIM)
     k = r.heads(r.norm(k), KV_HEADS) if flat_norm else r.norm(r.heads(k, KV_HEADS))
-    graph.add("store_kv", (k, r.heads(v, KV_HEADS)), pages=None)
+    graph.add("store_kv", (k, r.heads(v, KV_HEADS)), pages=None, group=0)
     return [node.op for phase in Planner(graph).plan() for node in phase.before]
 
 

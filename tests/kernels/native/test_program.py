@@ -52,7 +52,7 @@ def program():
 
 def run(made, tokens):
     ids = np.zeros(tokens, np.int64)
-    return made[0].run(ids, ids, ids, ids[:0], [0, tokens], [tokens], [ids], [], made[1])
+    return made[0].run(ids, ids, [], ids[:0], [0, tokens], [], [], [], made[1])
 
 def attempt(extra):
     made = program()
@@ -97,7 +97,8 @@ HEADS, HEAD_DIM, PAGES, IDS, HALF = 2, 16, 128, 9, 8
 class Step:
     """A program that stores and attends what it embeds, and its run with a step's arrays replaced by name."""
 
-    def __init__(self, layers: int = 1, threads: int = 1) -> None:
+    def __init__(self, layers: int = 1, threads: int = 1, window: int = 0) -> None:
+        self.window = window
         self.program = _native.Program(_native.ThreadPool(threads), True)
         width = HEADS * HEAD_DIM
         self.hidden, self.attended = self.program.add_buffer(width, False), self.program.add_buffer(width, False)
@@ -106,7 +107,7 @@ class Step:
         pages = _native.KvPages(PAGES, HEADS, HEAD_DIM, "f32")
         self.program.add_matrix_phase(False, [self._embedding(width), self._angles(), self._store(pages)], -1, [])
         for _ in range(layers):
-            self.program.add_attention_phase(self.hidden, self.attended, pages, HEADS, 1.0, 0, 0.0)
+            self.program.add_attention_phase(self.hidden, self.attended, pages, 0, HEADS, 1.0, self.window, 0.0)
         self.program.add_matrix_phase(True, [self._take()], -1, [])
 
     def _embedding(self, width: int) -> Any:
@@ -125,7 +126,7 @@ class Step:
     def _store(self, pages: Any) -> Any:
         op = _native.RowOp(_native.RowKind.Store)
         op.a, op.b, op.width = self.hidden, self.hidden, HEAD_DIM
-        op.set_pages(pages)
+        op.set_pages(pages, 0)
         return op
 
     def _take(self) -> Any:
@@ -145,7 +146,9 @@ class Step:
             "inv_freqs": [np.ones(3, np.float32), np.ones(HALF, np.float32)],
             "result": self.result,
         }
-        return self.program.run(**arguments | replaced)
+        arguments |= replaced
+        of_groups = ("slots", "context_lens", "block_tables")
+        return self.program.run(**{name: [value] if name in of_groups else value for name, value in arguments.items()})
 
 
 @pytest.mark.parametrize(
@@ -154,7 +157,8 @@ class Step:
         ({"token_ids": np.array([0, 0, IDS, 0])}, "a token id must be 0 to 8, found 9"),
         ({"token_ids": np.array([0, 0, -1, 0])}, "a token id must be 0 to 8, found -1"),
         ({"positions": np.array([0, 1, 2, -3])}, "a position must be 0 to"),
-        ({"positions": np.arange(3)}, "one position and one slot a token"),
+        ({"positions": np.arange(3)}, "one position a token"),
+        ({"slots": np.arange(3)}, "one slot a token"),
         ({"slots": np.array([0, 1, 2, PAGES * 16])}, "a slot must be -1 to 2047, found 2048"),
         ({"slots": np.array([0, 1, 2, -2])}, "a slot must be -1 to 2047, found -2"),
         ({"rows": np.array([4])}, "a row of logits must be 0 to 3, found 4"),
@@ -177,6 +181,17 @@ def test_a_step_that_reads_beyond_its_memory_is_refused(replaced: dict[str, Any]
     with pytest.raises(ValueError, match=message):
         step.run(**replaced)
     step.run(slots=np.array([-1, 0, 1, PAGES * 16 - 1]), block_tables=[np.array([PAGES - 1, PAGES])])
+
+
+def test_pages_that_no_query_sees_may_be_gone() -> None:
+    """With a window of 20 the step's first query, at position 60, sees tokens 41 … 60: pages 0 and 1 are not read."""
+    step = Step(window=20)
+    here = {"slots": np.arange(4), "context_lens": [64]}
+    step.run(**here, block_tables=[np.array([-1, -1, 5, 6])])
+    with pytest.raises(ValueError, match="a page of a block table must be 0 to 127, found -1"):
+        step.run(**here, block_tables=[np.array([-1, -1, -1, 6])])
+    with pytest.raises(ValueError, match="slots, context lengths and block tables of every group are needed"):
+        step.program.run(*[np.zeros(1, np.int64)] * 2, [], np.zeros(1, np.int64), [0, 1], [], [], [], step.result)
 
 
 LAYERS, LONG = 400, PAGES * 16  # a step of seconds
@@ -289,7 +304,7 @@ def test_products_have_the_same_bits_for_any_threads(int8: bool) -> None:
         program.add_matrix_phase(False, [op], op.out, [wide])
         program.add_matrix_phase(False, [], wide_out, [narrow])
         ids, all_rows = np.arange(tokens) % IDS, np.arange(tokens)
-        return program.run(ids, ids, ids, all_rows, [0, tokens], [tokens], [np.arange(tokens)], [], result).copy()
+        return program.run(ids, ids, [], all_rows, [0, tokens], [], [], [], result).copy()
 
     for tokens in (1, 3, 40, 200):
         alone = outputs(1, tokens)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from llmctl.errors import ContextLengthError, UsageError
 from llmctl.kernels.ops import StepInterrupted
+from llmctl.runtime.cache.memory import BLOCK_SIZE, LayerShape
 from llmctl.runtime.engine import Engine
 from llmctl.runtime.engine.engine import check_prompt
-from llmctl.runtime.engine.model_runner import BLOCK_SIZE
 from llmctl.runtime.sampling.params import SamplingParams
 
 VOCAB = 32
@@ -241,7 +241,7 @@ def test_abort_frees_the_pages_and_leaves_the_others_alone(stub_model):
     first, second, queued = (engine.add(prompt, params) for prompt in ([1] * 20, [2] * 20, [3] * 20))
     for _ in range(4):
         engine.step()
-    held = len(first.block_table)
+    held = len(first.pages)
     assert held > 0
     free = free_pages(engine)
     engine.abort(first)
@@ -283,6 +283,9 @@ def test_a_step_can_be_bounded(stub_model):
     assert model.decoder.steps == [[5], [15]]
 
 
+MIXED_LAYERS = (LayerShape(1, 1, 20), LayerShape(1, 1), LayerShape(1, 1, 3))
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
@@ -293,11 +296,11 @@ def test_a_step_can_be_bounded(stub_model):
     st.integers(1, 4),
     st.integers(1, 20),
     st.integers(5, 9),
+    st.sampled_from([(LayerShape(1, 1),), MIXED_LAYERS]),
 )
-def test_whatever_arrives_whenever_gets_its_own_answer(stub_model, requests, max_num_seqs, prefill_chunk, num_blocks):
-    engine = Engine(
-        stub_model(mixed, eos_token_ids=(4,)), max_num_seqs=max_num_seqs, prefill_chunk=prefill_chunk, num_blocks=num_blocks
-    )
+def test_whatever_arrives_whenever_gets_its_own_answer(stub_model, requests, max_num_seqs, prefill_chunk, num_blocks, layers):
+    model = stub_model(mixed, eos_token_ids=(4,), layers=layers)
+    engine = Engine(model, max_num_seqs=max_num_seqs, prefill_chunk=prefill_chunk, num_blocks=num_blocks)
     total, sequences, events = free_pages(engine), [], {}
     for prompt, max_tokens, steps_before in requests:
         for _ in range(steps_before):
