@@ -25,6 +25,7 @@ from llmctl.kernels.ops import StepInterrupted
 if TYPE_CHECKING:
     from llmctl.kernels.formats.packed_int import PackedIntTensor
     from llmctl.kernels.formats.quant_tensor import QuantTensor
+    from llmctl.kernels.moe import Experts, Routing
 
 _BLOCK_SIZE = 16
 HEAD_DIM_STEP = 8
@@ -173,6 +174,13 @@ class NativeOps:
     def activation(self, x: Value, activation: str) -> Value:
         ones = np.ones(x.width, np.float32)
         return self._record("gated_activation", (x,), x.shape, weight=ones, activation=activation)[0]
+
+    def moe(self, x: Value, router_logits: Value, experts: Experts, routing: Routing, activation: str) -> Value:
+        attributes = {"experts": experts, "routing": routing, "activation": activation}
+        return self._record("moe", (x, router_logits), x.shape, **attributes)[0]
+
+    def gated(self, x: Value, gate: Value) -> Value:
+        return self._record("gated", (x, gate), x.shape)[0]
 
     def store_kv(self, keys: Value, values: Value | None, pages: Any, batch: BatchDescription) -> None:
         stored = tuple(self._fit_heads(side, pages.head_dim) for side in (keys, values) if side is not None)

@@ -19,6 +19,7 @@ from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.head_linear._reference import head_linear
 from llmctl.kernels.layer_norm._reference import layer_norm
 from llmctl.kernels.linear._reference import linear
+from llmctl.kernels.moe._reference import moe
 from llmctl.kernels.rms_norm._reference import rms_norm
 from llmctl.kernels.rotary._reference import rotary, rotary_angles
 from llmctl.kernels.store_kv._reference import store_kv
@@ -103,6 +104,11 @@ class ReferenceOps:
     rotary = staticmethod(rotary)
     activation = staticmethod(activation)
     gated_activation = staticmethod(gated_activation)
+    moe = staticmethod(moe)
+
+    @staticmethod
+    def gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(gate)
 
     @staticmethod
     def store_kv(

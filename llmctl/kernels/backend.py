@@ -21,7 +21,7 @@ MOST_THREADS = max(256, os.cpu_count() or 1)
 """A thread pool that cannot be made ends the process: OpenMP aborts, with no error to catch."""
 MAX_HEAD_DIM = 512
 """Of the native backend."""
-_WEIGHT_OPS = ("linear", "embedding")
+_WEIGHT_OPS = ("linear", "embedding", "moe")
 _PLAIN_OPS = ("rms_norm", "layer_norm", "rotary", "activation", "gated_activation")
 _CACHE_OPS = ("store_kv", "attention")
 

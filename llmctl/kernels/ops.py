@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llmctl.kernels.attention import BatchDescription
     from llmctl.kernels.formats.packed_int import PackedIntTensor
     from llmctl.kernels.formats.quant_tensor import QuantTensor
+    from llmctl.kernels.moe import Experts, Routing
 
 Array = Any
 
@@ -39,10 +40,10 @@ class Ops(Protocol):
 
     def prepare_weight(self, weight: np.ndarray | QuantTensor | PackedIntTensor) -> Array:
         """A matrix (out_features, in_features) in the layout this backend's linear and embedding read, or the matrices
-        (heads, out_features, in_features) of its head_linear."""
+        (heads, out_features, in_features) of its head_linear, or (experts, out_features, in_features) of a layer for its moe."""
 
     def prepare_vector(self, vector: np.ndarray | QuantTensor, dtype: str | None = None) -> Array:
-        """A norm weight (dtype "float32") or a bias (compute dtype), any stored format."""
+        """A norm weight (dtype "float32") or a bias (compute dtype), of experts a bias each; any stored format."""
 
     def kv_pages(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str, latent: int = 0
@@ -82,6 +83,11 @@ class Ops(Protocol):
     def gated_activation(self, gate: Array, up: Array, activation: str) -> Array: ...
 
     def activation(self, x: Array, activation: str) -> Array: ...
+
+    def moe(self, x: Array, router_logits: Array, experts: Experts, routing: Routing, activation: str) -> Array: ...
+
+    def gated(self, x: Array, gate: Array) -> Array:
+        """x [T, H] times the sigmoid of gate [T, 1]."""
 
     def store_kv(self, keys: Array, values: Array | None, pages: Array, batch: BatchDescription) -> None: ...
 

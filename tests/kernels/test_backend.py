@@ -100,7 +100,7 @@ def test_a_number_of_threads_that_no_pool_can_have_is_refused(threads: int) -> N
 def test_capabilities_name_every_op_of_the_op_set_that_has_a_folder() -> None:
     ops = {capability.op for capability in capabilities()}
     activations = {"activation", "gated_activation"}
-    assert ops == {"linear", "embedding", "rms_norm", "layer_norm", "rotary", *activations, "store_kv", "attention"}
+    assert ops == {"linear", "embedding", "moe", "rms_norm", "layer_norm", "rotary", *activations, "store_kv", "attention"}
 
 
 def test_linear_serves_every_weight_format() -> None:
@@ -111,7 +111,7 @@ def test_linear_serves_every_weight_format() -> None:
 def test_what_is_missing_is_said_of_every_op(here: Here) -> None:
     here("no compiler")
     native = [(c.available, c.reason) for c in capabilities() if c.backend == "native"]
-    assert native == [(False, "no compiler")] * 9
+    assert native == [(False, "no compiler")] * 10
 
 
 def fake_installation(folder: Path, *names: str) -> Path:

@@ -87,6 +87,18 @@ def test_gated_activation_follows_its_formula(activation: str) -> None:
     close(OPS.gated_activation(torch.from_numpy(gate), torch.from_numpy(up), activation), expected)
 
 
+def test_clamped_swiglu_follows_its_formula() -> None:
+    gate, up = 9 * normal(40, 5), 9 * normal(40, 5)
+    wide, other = np.minimum(gate.astype(np.float64), 7), np.clip(up.astype(np.float64), -7, 7)
+    expected = (other + 1) * wide / (1 + np.exp(-1.702 * wide))
+    close(OPS.gated_activation(torch.from_numpy(gate), torch.from_numpy(up), "clamped_swiglu"), expected)
+
+
+def test_gated_is_times_a_sigmoid() -> None:
+    x, gate = normal(4, 6), normal(4, 1)
+    close(OPS.gated(torch.from_numpy(x), torch.from_numpy(gate)), x / (1 + np.exp(-gate)))
+
+
 def test_embedding_scales_rows() -> None:
     table = normal(10, 4)
     rows = OPS.embedding(torch.tensor([3, 3, 0]), torch.from_numpy(table), 2.5)

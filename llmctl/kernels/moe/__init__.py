@@ -1,12 +1,11 @@
-"""moe(x, router_logits, gate, up, down, routing, activation) -> y
+"""moe(x, router_logits, experts, routing, activation) -> y
 
 x              [T, H]
 router_logits  [T, E]   one number an expert, from the router's own linear
-gate, up       prepared from (E, I, H): expert by expert as a linear weight
-down           prepared from (E, H, I)
+experts        gate and up of (E, I, H), down of (E, H, I), biases: `Experts`
 routing        how the logits become `top_k` experts a token and their weights: `Routing`
 activation     as in swiglu
-y              [T, H]   Σ over the token's experts e of weight_e · down_e(activation(gate_e x) · up_e x)
+y              [T, H]   Σ over the token's experts e of weight_e · down_e(activation(gate_e x) · up_e x), biases on all three
 
 The sum runs in the order of choice, so a token's result does not depend on the others of the batch.
 Fedus et al., "Switch Transformers", 2021; Jiang et al., "Mixtral of Experts", 2024; DeepSeek-AI, "DeepSeek-V3", 2024.
@@ -15,10 +14,29 @@ Fedus et al., "Switch Transformers", 2021; Jiang et al., "Mixtral of Experts", 2
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from llmctl.errors import FormatError
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """The prepared experts of one layer.
+
+    gate, up, down: what `prepare_weight` makes of the three-dimensional weight, or a list of what it makes of one matrix an
+    expert. gate_bias, up_bias, down_bias: what `prepare_vector` makes of (E, rows), or None. counts: int64 [E], tokens that
+    each expert had since the experts were prepared; every call of the op adds to it.
+    """
+
+    gate: Any
+    up: Any
+    down: Any
+    counts: np.ndarray
+    gate_bias: Any = None
+    up_bias: Any = None
+    down_bias: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +50,7 @@ class Routing:
     `renormalize`, times `scale`.
 
     Mixtral: renormalize. Qwen3-MoE: as `norm_topk_prob` says. DeepSeek-V2: groups, scale. DeepSeek-V3: sigmoid, bias, groups
-    by their two best, renormalize, scale.
+    by their two best, renormalize, scale. gpt-oss, whose weights are the softmax of the chosen logits: renormalize.
     """
 
     num_experts: int
@@ -47,15 +65,11 @@ class Routing:
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_groups <= self.num_groups or self.num_experts % self.num_groups:
-            raise FormatError(
-                f"{self.top_groups} of {self.num_groups} groups cannot be chosen among {self.num_experts} experts"
-            )
+            raise FormatError(f"{self.top_groups} of {self.num_groups} groups cannot be chosen among {self.num_experts} experts")
         per_group = self.num_experts // self.num_groups
         if not 1 <= self.top_k <= self.top_groups * per_group:
             raise FormatError(f"{self.top_k} experts a token cannot be chosen among {self.top_groups * per_group}")
         if self.group_by_top2 and per_group < 2:
             raise FormatError(f"groups of {per_group} experts have no two best")
         if self.bias is not None and (self.bias.dtype != np.float32 or self.bias.shape != (self.num_experts,)):
-            raise FormatError(
-                f"the bias must be float32 ({self.num_experts},), got {self.bias.dtype} {self.bias.shape}"
-            )
+            raise FormatError(f"the bias must be float32 ({self.num_experts},), got {self.bias.dtype} {self.bias.shape}")

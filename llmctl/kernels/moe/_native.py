@@ -28,7 +28,7 @@ def make_moe(
     int8: activations of quantized weights are rounded to int8 (per 32 numbers). isa: an instruction set by name, None for the
     best there is. ValueError for matrices that do not belong together.
     """
-    return Moe(pool, _listed(gate), _listed(up), _listed(down), native_routing(routing), activation, int8, isa)
+    return Moe(pool, listed(gate), listed(up), listed(down), native_routing(routing), activation, int8, isa)
 
 
 def native_routing(routing: Routing) -> _native.Routing:
@@ -46,5 +46,6 @@ def native_routing(routing: Routing) -> _native.Routing:
     )
 
 
-def _listed(experts: Experts) -> list[PackedWeight]:
+def listed(experts: Experts) -> list[PackedWeight]:
+    """The weights that hold the experts, in order."""
     return [experts] if isinstance(experts, PackedWeight) else list(experts)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from llmctl.kernels.moe import Routing
+import torch
+from torch.nn import functional
+
+from llmctl.kernels.moe import Experts, Routing
 from llmctl.kernels.swiglu._reference import gated_activation
 
 
@@ -31,21 +34,24 @@ def _allowed(worth: torch.Tensor, routing: Routing) -> torch.Tensor:
     return groups.repeat_interleave(grouped.shape[2], dim=1)
 
 
-def moe(
-    x: torch.Tensor,
-    router_logits: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    routing: Routing,
-    activation: str,
-) -> torch.Tensor:
-    """x [T, H], router_logits [T, E], gate and up [E, I, H], down [E, H, I] → [T, H]."""
+def moe(x: torch.Tensor, router_logits: torch.Tensor, experts: Experts, routing: Routing, activation: str) -> torch.Tensor:
+    """x [T, H], router_logits [T, E] → [T, H]. Every expert computes the tokens that chose it."""
     chosen, weights = route(router_logits, routing)
+    experts.counts[:] += chosen.flatten().bincount(minlength=routing.num_experts).cpu().numpy()
     y = torch.zeros_like(x)
     for rank in range(routing.top_k):
         for expert in chosen[:, rank].unique().tolist():
             tokens = (chosen[:, rank] == expert).nonzero()[:, 0]
-            hidden = gated_activation(x[tokens] @ gate[expert].T, x[tokens] @ up[expert].T, activation)
-            y[tokens] += weights[tokens, rank, None].to(x.dtype) * (hidden @ down[expert].T)
+            gate, up = (_product(x[tokens], side, bias, expert) for side, bias in _inputs(experts))
+            hidden = gated_activation(gate, up, activation)
+            out = _product(hidden, experts.down, experts.down_bias, expert)
+            y[tokens] += weights[tokens, rank, None].to(x.dtype) * out
     return y
+
+
+def _inputs(experts: Experts) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    return (experts.gate, experts.gate_bias), (experts.up, experts.up_bias)
+
+
+def _product(x: torch.Tensor, weights: Any, biases: torch.Tensor | None, expert: int) -> torch.Tensor:
+    return functional.linear(x, weights[expert], None if biases is None else biases[expert])

@@ -23,18 +23,11 @@ namespace {
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Weights = std::vector<std::shared_ptr<PackedWeight>>;
 
-Activation activation_named(const std::string& name) {
-  if (name == "silu") return Activation::Silu;
-  if (name == "gelu_pytorch_tanh") return Activation::GeluTanh;
-  if (name == "gelu") return Activation::Gelu;
-  throw nb::value_error("activation must be silu, gelu_pytorch_tanh or gelu");
-}
-
-// One matrix an expert, whether they lie in one weight or in many.
-std::vector<PackedMatrix> matrices(const Weights& weights) {
-  std::vector<PackedMatrix> all;
+// Whether they lie in one weight or in many.
+ExpertMatrices matrices(const Weights& weights) {
+  ExpertMatrices all;
   for (const auto& weight : weights)
-    for (int64_t i = 0; i < weight->matrices(); i++) all.push_back(weight->matrix(i));
+    for (int64_t i = 0; i < weight->matrices(); i++) all.matrices.push_back(weight->matrix(i));
   return all;
 }
 

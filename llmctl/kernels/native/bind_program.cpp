@@ -68,7 +68,8 @@ struct OwningProgram : Owner {
   std::vector<int64_t> halves;       // of the frequencies, source by source; 0: not read
   std::vector<bool> is_rows;         // buffer by buffer
   std::atomic<bool> running{false};
-  OwningProgram(std::shared_ptr<ThreadPool> pool, bool int8) : program(std::move(pool), active_kernels(), int8) {}
+  const bool int8;
+  OwningProgram(std::shared_ptr<ThreadPool> pool, bool int8) : program(std::move(pool), active_kernels(), int8), int8(int8) {}
 
   void limit_by(const RowOp& op) {
     if (op.kind == RowKind::Embedding) {
@@ -155,6 +156,40 @@ void add_matrix_phase(OwningProgram& self, bool is_rows, const std::vector<Ownin
     self.adopt(*segment);
   }
   self.program.add_matrix_phase(is_rows ? Domain::Rows : Domain::Tokens, std::move(ops), input, std::move(parts));
+}
+
+// One of gate, up and down: a list of weights, each of one or more experts, and their biases, an array or None.
+ExpertMatrices experts_of(OwningProgram& self, const std::vector<nb::object>& weights, const nb::object& bias) {
+  ExpertMatrices experts;
+  for (const nb::object& object : weights) {
+    const PackedWeight& weight = nb::cast<const PackedWeight&>(object);
+    for (int64_t i = 0; i < weight.matrices(); i++) experts.matrices.push_back(weight.matrix(i));
+    self.owners.push_back(object);
+  }
+  if (bias.is_none()) return experts;
+  const auto numbers = nb::cast<Numbers>(bias, false);
+  require(!experts.matrices.empty() &&
+              static_cast<int64_t>(numbers.size()) == static_cast<int64_t>(experts.matrices.size()) * experts[0].rows,
+          "one bias a row of the experts' matrices is needed");
+  experts.bias = vector_of(self, bias);
+  return experts;
+}
+
+// experts: gate, up and down. counts: int64 [experts], to which every run adds.
+void add_moe_phase(OwningProgram& self, int x, int logits, int out, const std::vector<std::vector<nb::object>>& experts,
+                   const std::vector<nb::object>& biases, const Routing& routing, Activation activation,
+                   const nb::object& counts) {
+  require(experts.size() == 3 && biases.size() == 3, "gate, up and down are needed");
+  auto counters = nb::cast<nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>>(counts, false);
+  require(static_cast<int64_t>(counters.size()) == routing.num_experts, "one counter an expert is needed");
+  self.owners.push_back(counts);
+  auto moe = std::make_unique<Moe>(active_kernels(), routing, experts_of(self, experts[0], biases[0]),
+                                   experts_of(self, experts[1], biases[1]), experts_of(self, experts[2], biases[2]), activation,
+                                   self.int8, counters.data());
+  require(self.program.width(x) == moe->hidden() && self.program.width(out) == moe->hidden() &&
+              self.program.width(logits) == moe->num_experts(),
+          "the buffers are not as wide as the experts");
+  self.program.add_moe_phase(x, logits, out, std::move(moe));
 }
 
 void require_range(const int64_t* values, int64_t count, int64_t lowest, int64_t end, const char* what) {
@@ -261,7 +296,8 @@ void bind_program(nb::module_& m) {
   nb::enum_<Activation>(m, "Activation")
       .value("Silu", Activation::Silu)
       .value("GeluTanh", Activation::GeluTanh)
-      .value("Gelu", Activation::Gelu);
+      .value("Gelu", Activation::Gelu)
+      .value("ClampedSwiglu", Activation::ClampedSwiglu);
   nb::enum_<RowKind>(m, "RowKind")
       .value("Embedding", RowKind::Embedding)
       .value("Angles", RowKind::Angles)
@@ -269,6 +305,7 @@ void bind_program(nb::module_& m) {
       .value("LayerNorm", RowKind::LayerNorm)
       .value("Rotary", RowKind::Rotary)
       .value("Gated", RowKind::Gated)
+      .value("Sigmoid", RowKind::Sigmoid)
       .value("Add", RowKind::Add)
       .value("Scale", RowKind::Scale)
       .value("Growth", RowKind::Growth)
@@ -339,6 +376,8 @@ void bind_program(nb::module_& m) {
              return self.program.add_buffer(width, is_rows ? Domain::Rows : Domain::Tokens);
            })
       .def("add_matrix_phase", &add_matrix_phase)
+      .def("add_moe_phase", &add_moe_phase, nb::arg("x"), nb::arg("logits"), nb::arg("out"), nb::arg("experts"),
+           nb::arg("biases"), nb::arg("routing"), nb::arg("activation"), nb::arg("counts"))
       .def("add_attention_phase",
            [](OwningProgram& self, int queries, int out, const nb::object& pages, int group, int64_t num_heads, float scale,
               int64_t window, float softcap, const nb::object& sinks) {

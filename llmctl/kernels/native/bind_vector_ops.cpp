@@ -25,13 +25,6 @@ void require_equal(const Vector& x, const Vector& y) {
   if (x.size() != y.size()) throw nb::value_error("both vectors must have the same length");
 }
 
-Activation activation_named(const std::string& name) {
-  if (name == "silu") return Activation::Silu;
-  if (name == "gelu_pytorch_tanh") return Activation::GeluTanh;
-  if (name == "gelu") return Activation::Gelu;
-  throw nb::value_error("activation must be silu, gelu_pytorch_tanh or gelu");
-}
-
 NewVector bound_rms_norm(const std::string& isa, const Vector& x, const Vector& weight, float eps) {
   require_equal(x, weight);
   NewVector out = new_vector(x.size());
@@ -75,6 +68,14 @@ NewVector bound_softcap(const std::string& isa, const Vector& x, float cap) {
 }
 
 }  // namespace
+
+Activation activation_named(const std::string& name) {
+  if (name == "silu") return Activation::Silu;
+  if (name == "gelu_pytorch_tanh") return Activation::GeluTanh;
+  if (name == "gelu") return Activation::Gelu;
+  if (name == "clamped_swiglu") return Activation::ClampedSwiglu;
+  throw nb::value_error("activation must be silu, gelu_pytorch_tanh, gelu or clamped_swiglu");
+}
 
 void bind_vector_ops(nb::module_& m) {
   m.def("rms_norm", &bound_rms_norm, nb::arg("isa"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"));

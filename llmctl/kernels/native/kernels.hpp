@@ -25,7 +25,8 @@ struct Activations {
   const int32_t* sums;      // [tokens][columns_padded / 16]
 };
 
-enum class Activation : int32_t { Silu, GeluTanh, Gelu };
+// ClampedSwiglu is no activation times up: (up + 1) * gate * sigmoid(1.702 * gate), gate at most 7, up from -7 to 7.
+enum class Activation : int32_t { Silu, GeluTanh, Gelu, ClampedSwiglu };
 
 struct Kernels {
   const char* name;         // "generic", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "neon"

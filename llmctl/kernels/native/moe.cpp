@@ -51,7 +51,7 @@ Router::Router(Routing routing)
 void Router::score(const float* logits) {
   const int64_t count = routing_.num_experts;
   if (routing_.sigmoid) {
-    for (int64_t e = 0; e < count; e++) scores_[e] = 1.0f / (1.0f + std::exp(-logits[e]));
+    for (int64_t e = 0; e < count; e++) scores_[e] = llmctl::sigmoid(logits[e]);
     return;
   }
   const float largest = logits[argmax(logits, count)];
@@ -96,12 +96,13 @@ void Router::route(const float* logits, int32_t* experts, float* weights) {
   }
 }
 
-Moe::Moe(const Kernels* kernels, Routing routing, std::vector<PackedMatrix> gate, std::vector<PackedMatrix> up,
-         std::vector<PackedMatrix> down, Activation activation, bool int8)
+Moe::Moe(const Kernels* kernels, Routing routing, ExpertMatrices gate, ExpertMatrices up, ExpertMatrices down,
+         Activation activation, bool int8, int64_t* counts)
     : kernels_(kernels), gate_(std::move(gate)), up_(std::move(up)), down_(std::move(down)), activation_(activation),
-      int8_(int8), top_k_(routing.top_k) {
+      int8_(int8), counts_(counts), top_k_(routing.top_k) {
   const auto experts = static_cast<size_t>(routing.num_experts);
-  check(gate_.size() == experts && up_.size() == experts && down_.size() == experts, "one matrix an expert is needed");
+  for (const ExpertMatrices* part : {&gate_, &up_, &down_})
+    check(part->matrices.size() == experts, "one matrix an expert is needed");
   for (size_t e = 0; e < experts; e++) {
     check(gate_[e].columns == hidden() && up_[e].columns == hidden() && down_[e].rows == hidden(),
           "the experts' matrices are not of one hidden size");
@@ -180,6 +181,7 @@ void Moe::sort_by_expert() {
   const int32_t* experts = experts_.get();
   std::fill(first_.begin(), first_.end(), 0);
   for (int64_t i = 0; i < rows; i++) first_[experts[i] + 1]++;
+  for (int64_t e = 0; counts_ && e < num_experts(); e++) counts_[e] += first_[e + 1];
   for (size_t e = 1; e < first_.size(); e++) first_[e] += first_[e - 1];
   std::vector<int64_t> next(first_.begin(), first_.end() - 1);
   for (int64_t i = 0; i < rows; i++) {
@@ -229,8 +231,10 @@ void Moe::compute_hidden(Worker& worker) {
     kernels_->linear(gate, item.first_tile, item.last_tile, activations(inputs_, gate, item), y, gate.rows);
     kernels_->linear(up, item.first_tile, item.last_tile, activations(inputs_, up, item), worker.up.get(), width);
     for (int64_t r = 0; r < item.rows; r++) {
-      float* row = y + r * gate.rows;
-      kernels_->gated_activation(row, worker.up.get() + r * width, activation_, width, row);
+      float *row = y + r * gate.rows, *up_row = worker.up.get() + r * width;
+      if (gate_.bias) kernels_->add(row, gate_.bias_of(item.expert) + column, width, row);
+      if (up_.bias) kernels_->add(up_row, up_.bias_of(item.expert) + column, width, up_row);
+      kernels_->gated_activation(row, up_row, activation_, width, row);
     }
   });
 }
@@ -248,6 +252,10 @@ void Moe::compute_down() {
     const PackedMatrix& down = down_[item.expert];
     float* y = outputs_.get() + item.first_row * down.rows + item.first_tile * kTileRows;
     kernels_->linear(down, item.first_tile, item.last_tile, activations(hidden_, down, item), y, down.rows);
+    if (!down_.bias) return;
+    const int64_t column = item.first_tile * kTileRows, width = std::min(item.last_tile * kTileRows, down.rows) - column;
+    for (int64_t r = 0; r < item.rows; r++)
+      kernels_->add(y + r * down.rows, down_.bias_of(item.expert) + column, width, y + r * down.rows);
   });
 }
 

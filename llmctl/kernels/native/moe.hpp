@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -15,6 +16,8 @@
 #include "thread_pool.hpp"
 
 namespace llmctl {
+
+inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
 // As the Python class of this name says.
 struct Routing {
@@ -47,11 +50,21 @@ class Router {
   std::vector<float> scores_, worth_;
 };
 
+// One matrix an expert, and where there is one a bias [experts][rows].
+struct ExpertMatrices {
+  std::vector<PackedMatrix> matrices;
+  const float* bias = nullptr;
+
+  const PackedMatrix& operator[](int64_t expert) const { return matrices[expert]; }
+  const float* bias_of(int64_t expert) const { return bias ? bias + expert * matrices[0].rows : nullptr; }
+};
+
 class Moe {
  public:
-  // One matrix an expert. int8: activations of quantized weights are rounded to int8.
-  Moe(const Kernels* kernels, Routing routing, std::vector<PackedMatrix> gate, std::vector<PackedMatrix> up,
-      std::vector<PackedMatrix> down, Activation activation, bool int8);
+  // int8: activations of quantized weights are rounded to int8. counts: null, or [experts] to which every run adds the tokens
+  // that each of them had.
+  Moe(const Kernels* kernels, Routing routing, ExpertMatrices gate, ExpertMatrices up, ExpertMatrices down,
+      Activation activation, bool int8, int64_t* counts = nullptr);
 
   // x, y float32 [tokens][hidden]; logits [tokens][num_experts]. Before every run, on the calling thread: std::bad_alloc.
   void prepare(int workers, int64_t tokens, const float* x, const float* logits, float* y);
@@ -59,7 +72,7 @@ class Moe {
   void run(ThreadPool& pool, int worker);
 
   int64_t hidden() const { return down_[0].rows; }
-  int64_t num_experts() const { return static_cast<int64_t>(gate_.size()); }
+  int64_t num_experts() const { return static_cast<int64_t>(gate_.matrices.size()); }
 
  private:
   // Some rows of the sorted list, all of one expert, times some tiles of its matrices.
@@ -93,9 +106,10 @@ class Moe {
   void share(int stage, int64_t count, int64_t step, Body body);
 
   const Kernels* kernels_;
-  std::vector<PackedMatrix> gate_, up_, down_;
+  ExpertMatrices gate_, up_, down_;
   Activation activation_;
   bool int8_;
+  int64_t* counts_;
   int64_t top_k_;
   std::vector<Worker> workers_;
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmctl.kernels.moe._native import listed, native_routing
 from llmctl.kernels.native import _native
 from llmctl.kernels.native.graph import Graph, Node, Value
 
@@ -17,6 +18,7 @@ _ACTIVATIONS = {
     "silu": _native.Activation.Silu,
     "gelu_pytorch_tanh": _native.Activation.GeluTanh,
     "gelu": _native.Activation.Gelu,
+    "clamped_swiglu": _native.Activation.ClampedSwiglu,
 }
 
 
@@ -45,12 +47,13 @@ class _Product:
 
 @dataclass
 class _Phase:
-    """One phase to be: row operations, then either products on `input` or an attention node."""
+    """One phase to be: row operations, then products on `input`; or an attention or moe node alone."""
 
     before: list[Node] = field(default_factory=list)
     input: Value | None = None
     products: list[_Product] = field(default_factory=list)
     attention: Node | None = None
+    moe: Node | None = None
     is_rows: bool = False
 
     def reads(self) -> list[Value]:
@@ -58,13 +61,15 @@ class _Phase:
         values = [value for node in self.before for value in node.inputs]
         values += [self.input] if self.input else []
         values += [value for product in self.products for value in product.reads()]
-        return values + ([self.attention.inputs[0]] if self.attention else [])
+        values += [self.attention.inputs[0]] if self.attention else []
+        return values + (list(self.moe.inputs) if self.moe else [])
 
     def writes(self) -> list[Value]:
         """Everything it puts into buffers."""
         values = [value for node in self.before for value in node.outputs]
         values += [product.result for product in self.products if product.result]
-        return values + (self.attention.outputs if self.attention else [])
+        alone = self.attention or self.moe
+        return values + (alone.outputs if alone else [])
 
 
 class Planner:
@@ -89,6 +94,9 @@ class Planner:
             elif node.op == "attention":
                 self._flush()
                 self.phases.append(_Phase(attention=node))
+            elif node.op == "moe":
+                self._flush()
+                self.phases.append(_Phase(moe=node, is_rows=node.is_rows))
             else:
                 self._pending.append(node)
         self._flush()
@@ -251,6 +259,8 @@ def build(program: Any, graph: Graph, result: Value) -> int:
         buffers.allocate(phase)
         if phase.attention:
             _add_attention(program, phase.attention, buffers)
+        elif phase.moe:
+            _add_moe(program, phase.moe, buffers)
         else:
             before = [_row_op(node, buffers) for node in phase.before]
             segments = [_segment(product, buffers) for product in phase.products]
@@ -265,6 +275,15 @@ def _add_attention(program: Any, node: Node, buffers: Buffers) -> None:
     source, out = buffers[queries], buffers[node.outputs[0]]
     window, softcap = a["window"] or 0, a["softcap"] or 0.0
     program.add_attention_phase(source, out, a["pages"], a["group"], queries.shape[0], a["scale"], window, softcap, a["sinks"])
+
+
+def _add_moe(program: Any, node: Node, buffers: Buffers) -> None:
+    experts, routing = node.attributes["experts"], native_routing(node.attributes["routing"])
+    x, logits = (buffers[value] for value in node.inputs)
+    matrices = [listed(part) for part in (experts.gate, experts.up, experts.down)]
+    biases = [experts.gate_bias, experts.up_bias, experts.down_bias]
+    activation = _ACTIVATIONS[node.attributes["activation"]]
+    program.add_moe_phase(x, logits, buffers[node.outputs[0]], matrices, biases, routing, activation, experts.counts)
 
 
 def _row_op(node: Node, buffers: Buffers) -> Any:
@@ -302,6 +321,7 @@ _ROW_KINDS = {
     "layer_norm": "LayerNorm",
     "rotary": "Rotary",
     "gated_activation": "Gated",
+    "gated": "Sigmoid",
     "add": "Add",
     "scale": "Scale",
     "growth": "Growth",

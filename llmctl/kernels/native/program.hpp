@@ -19,6 +19,7 @@
 #include "aligned.hpp"
 #include "attention.hpp"
 #include "kernels.hpp"
+#include "moe.hpp"
 #include "quantized_rows.hpp"
 #include "thread_pool.hpp"
 
@@ -27,7 +28,7 @@ namespace llmctl {
 // Rows a buffer or a phase has: one per token of the batch, or one per row of logits asked for.
 enum class Domain : int32_t { Tokens, Rows };
 
-enum class RowKind : int32_t { Embedding, Angles, RmsNorm, LayerNorm, Rotary, Gated, Add, Scale, Growth, Softcap, Take, Store, Fit, Gather };
+enum class RowKind : int32_t { Embedding, Angles, RmsNorm, LayerNorm, Rotary, Gated, Sigmoid, Add, Scale, Growth, Softcap, Take, Store, Fit, Gather };
 
 // One operation on a row. Numbers are buffers (-1: none); their widths are known to the program.
 //   Embedding  out = table[token id, or position where source is 1] * factor
@@ -36,6 +37,7 @@ enum class RowKind : int32_t { Embedding, Angles, RmsNorm, LayerNorm, Rotary, Ga
 //   LayerNorm  a without its mean, as RmsNorm over all of it, plus bias where there is one
 //   Rotary     heads of `width` elements, turned by the angles b (cos) and c (sin)
 //   Gated      activation(a) * b, or times weight where there is no b
+//   Sigmoid    a times the sigmoid of b, which is one number
 //   Add        a + b                Scale, Softcap   of a by factor
 //   Growth     a times 1 + factor * log(1 + position / width), the quotient a whole number
 //   Take       the row of a that the batch asks logits for
@@ -116,6 +118,9 @@ class Program {
   void add_attention_phase(int queries, int out, const KvPages* pages, int group, int64_t num_heads, float scale,
                            int64_t window, float softcap, const float* sinks = nullptr);
 
+  // Rows of x and router logits to rows of out, in buffers of the same domain.
+  void add_moe_phase(int x, int logits, int out, std::unique_ptr<Moe> moe);
+
   // Runs all phases. Afterwards `data` of a buffer holds its rows. Errors: std::bad_alloc.
   // poll: where not empty, called by the calling thread every kPollInterval or so, between two pieces of work. What it throws
   // ends the run: buffers then hold nothing of use, and any of the step's keys and values may be stored.
@@ -140,6 +145,7 @@ class Program {
   struct Phase;
   struct MatrixPhase;
   struct AttentionPhase;
+  struct MoePhase;
   struct Worker;
 
  private:

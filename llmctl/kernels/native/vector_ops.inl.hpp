@@ -87,11 +87,20 @@ inline F32 gelu(F32 x) {
   return mul(x, fma(erf(mul(x, set_f32(0.70710678f))), half, half));
 }
 
+// max and min give their second operand where one is NaN: a NaN stays one.
+inline F32 clamped_swiglu(F32 gate, F32 up) {
+  gate = min(set_f32(7.0f), gate);
+  up = max(set_f32(-7.0f), min(set_f32(7.0f), up));
+  gate = without_infinity(gate);
+  return mul(add(up, set_f32(1.0f)), times_sigmoid(gate, mul(gate, set_f32(1.702f))));
+}
+
 inline void gated_activation(const float* gate, const float* up, Activation activation, int64_t n, float* y) {
   switch (activation) {
     case Activation::Silu: return map(gate, up, n, y, [](F32 g, F32 u) { return mul(silu(g), u); });
     case Activation::GeluTanh: return map(gate, up, n, y, [](F32 g, F32 u) { return mul(gelu_tanh(g), u); });
     case Activation::Gelu: return map(gate, up, n, y, [](F32 g, F32 u) { return mul(gelu(g), u); });
+    case Activation::ClampedSwiglu: return map(gate, up, n, y, [](F32 g, F32 u) { return clamped_swiglu(g, u); });
   }
 }
 

@@ -7,6 +7,8 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from llmctl.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU_ALPHA, SWIGLU_LIMIT
+
 _ACTIVATIONS = {
     "silu": functional.silu,
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
@@ -21,4 +23,7 @@ def activation(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """activation(gate) times up, both [T, I]."""
+    if activation == CLAMPED_SWIGLU:
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
     return _ACTIVATIONS[activation](gate) * up

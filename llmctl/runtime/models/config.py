@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmctl.errors import FormatError, UnsupportedError
-from llmctl.kernels.swiglu import ACTIVATIONS
+from llmctl.kernels.swiglu import ACTIVATIONS, GATED_ACTIVATIONS
 from llmctl.runtime.cache.memory import LayerShape
 from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models.rope import RopeConfig
@@ -17,11 +17,50 @@ class LayerConfig:
     """Choices of one decoder layer.
 
     sliding_window: tokens a query sees, itself included; None sees everything before it.
-    rope: how its positions turn; None for a layer without positions.
+    rope: how its positions turn; None for a layer without positions. sparse: its MLP is a mixture of experts.
     """
 
     sliding_window: int | None
     rope: RopeConfig | None
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names of a sparse MLP's modules in Hugging Face's spelling, below the layer; `{}` is an expert's number."""
+
+    router: str = "mlp.gate"
+    gate: str = "mlp.experts.{}.gate_proj"
+    up: str = "mlp.experts.{}.up_proj"
+    down: str = "mlp.experts.{}.down_proj"
+    shared: str = "mlp.shared_expert"
+    shared_gate: str = "mlp.shared_expert_gate"
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The mixture of experts of a model's sparse layers.
+
+    top_k: experts a token passes. intermediate_size: of one expert. shared_size: of the expert that all tokens pass, or of all
+    of those together; None where there is none. shared_gate: its output is multiplied by the sigmoid of a product of its own.
+    bias: on the router and on the experts' three matrices. correction_bias: name, below the layer, of the numbers added to the
+    scores for the choice, or None. renormalize … scale: as in `Routing`.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    names: ExpertNames = ExpertNames()
+    shared_size: int | None = None
+    shared_gate: bool = False
+    bias: bool = False
+    correction_bias: str | None = None
+    renormalize: bool = False
+    sigmoid: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    group_by_top2: bool = False
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +93,8 @@ class ModelConfig:
     above v and gate above up. rope_interleaved: stored q and k rows are in the order of pairs side by side. layer_norm: all
     norms take the mean away (norm_bias: and add a bias). gated_mlp: down(act(gate) · up), else c_proj(act(c_fc)). parallel:
     attention and MLP read the same normed input. query_growth: queries grow with the logarithm of how many original contexts
-    precede them, at this rate. learned_positions: a vector for every position is added to the embedded tokens.
+    precede them, at this rate. learned_positions: a vector for every position is added to the embedded tokens. experts: of the
+    layers that are sparse.
     """
 
     family: str
@@ -89,6 +129,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     query_growth: float | None = None
     learned_positions: bool = False
+    experts: ExpertsConfig | None = None
     attention_softcap: float | None = None
     final_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -98,9 +139,12 @@ class ModelConfig:
             raise FormatError(f"config.json: {self.num_heads} query heads cannot share {self.num_kv_heads} kv heads")
         if len(self.layers) != self.num_layers:
             raise FormatError(f"config.json: {self.num_layers} layers, but choices for {len(self.layers)}")
-        if self.activation not in ACTIVATIONS:
+        if any(layer.sparse for layer in self.layers) and self.experts is None:
+            raise FormatError("config.json: there are sparse layers, but no experts")
+        known = GATED_ACTIVATIONS if self.gated_mlp else ACTIVATIONS
+        if self.activation not in known:
             raise UnsupportedError(
-                f"config.json: activation {quoted(self.activation)} is not supported; known: {', '.join(ACTIVATIONS)}"
+                f"config.json: activation {quoted(self.activation)} is not supported; known: {', '.join(known)}"
             )
 
     def kv_layers(self) -> tuple[LayerShape, ...]:

@@ -13,6 +13,7 @@ from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.ops import Array, Ops
 from llmctl.runtime.cache.kv_cache import KvCache
 from llmctl.runtime.models.config import LayerConfig, ModelConfig
+from llmctl.runtime.models.experts import SparseMlp
 from llmctl.runtime.models.layers import Attention, GatedMlp, Linear, Norm, PlainMlp
 from llmctl.runtime.models.rotary_tables import RotaryTables
 from llmctl.runtime.models.weights import ModelWeights
@@ -25,7 +26,7 @@ class DecoderLayer:
         prefix = f"model.layers.{index}."
         self.ops, self.config = ops, config
         self.attention = Attention(ops, config, choices, weights, index)
-        self.mlp = (GatedMlp if config.gated_mlp else PlainMlp)(ops, config, weights, prefix + "mlp.")
+        self.mlp = _read_mlp(ops, config, choices, weights, prefix)
         names = config.norms
         self.attention_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm = (
             name and Norm(ops, config, weights, prefix + name)
@@ -50,6 +51,14 @@ class DecoderLayer:
     def _add(self, x: Array, y: Array) -> Array:
         factor = self.config.residual_scale
         return self.ops.add(x, y if factor == 1.0 else self.ops.scale(y, factor))
+
+
+def _read_mlp(
+    ops: Ops, config: ModelConfig, choices: LayerConfig, weights: ModelWeights, prefix: str
+) -> SparseMlp | GatedMlp | PlainMlp:
+    if choices.sparse:
+        return SparseMlp(ops, config, weights, prefix)
+    return (GatedMlp if config.gated_mlp else PlainMlp)(ops, config, weights, prefix + "mlp.")
 
 
 def _normed(norm: Norm | None, x: Array) -> Array:

@@ -22,7 +22,8 @@ from llmctl.runtime.models.weights import ModelWeights, StoredWeight
 Rows = np.ndarray | slice | None
 
 
-def _checked(weights: ModelWeights, name: str, shape: tuple[int, ...]) -> Any:
+def checked(weights: ModelWeights, name: str, shape: tuple[int, ...]) -> Any:
+    """The tensor of this name; FormatError where it has another shape."""
     tensor = weights.read(name)
     if tuple(tensor.shape) != shape:
         raise FormatError(
@@ -57,10 +58,10 @@ class Linear:
         cls, ops: Ops, weights: ModelWeights, name: str, shape: tuple[int, int], parts: Sequence[Rows], bias: bool = False
     ) -> list[Linear]:
         """Modules stored as one. parts: the rows of each of them, in its own order; None for all."""
-        weight = _checked(weights, f"{name}.weight", shape)
+        weight = checked(weights, f"{name}.weight", shape)
         matrices = [ops.prepare_weight(_rows(weight, rows)) for rows in parts]
         weights.release(f"{name}.weight")
-        vector = _checked(weights, f"{name}.bias", shape[:1]) if bias else None
+        vector = checked(weights, f"{name}.bias", shape[:1]) if bias else None
         vectors = [ops.prepare_vector(_rows(vector, rows)) if bias else None for rows in parts]
         return [cls(ops, *pair) for pair in zip(matrices, vectors, strict=True)]
 
@@ -73,12 +74,12 @@ class Norm:
     """RMSNorm or LayerNorm over the last axis, the family's offset already in the weight."""
 
     def __init__(self, ops: Ops, config: ModelConfig, weights: ModelWeights, name: str, size: int | None = None) -> None:
-        vector = dequantize(_checked(weights, f"{name}.weight", (size or config.hidden_size,)))
+        vector = dequantize(checked(weights, f"{name}.weight", (size or config.hidden_size,)))
         self.ops, self.eps = ops, config.rms_norm_eps
         self.weight, self.bias = ops.prepare_vector(shifted(vector, config.norm_offset), "float32"), None
         self.layer_norm = config.layer_norm
         if config.norm_bias:
-            self.bias = ops.prepare_vector(dequantize(_checked(weights, f"{name}.bias", vector.shape)), "float32")
+            self.bias = ops.prepare_vector(dequantize(checked(weights, f"{name}.bias", vector.shape)), "float32")
 
     def forward(self, x: Array) -> Array:
         """x [..., size] → the same shape."""
@@ -157,9 +158,10 @@ class Attention:
 class GatedMlp:
     """down(activation(gate(x)) · up(x))."""
 
-    def __init__(self, ops: Ops, config: ModelConfig, weights: ModelWeights, prefix: str) -> None:
+    def __init__(self, ops: Ops, config: ModelConfig, weights: ModelWeights, prefix: str, size: int | None = None) -> None:
+        """size: rows of gate and up, None for the config's."""
         self.ops, self.activation = ops, config.activation
-        size, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
+        size, hidden, bias = size or config.intermediate_size, config.hidden_size, config.mlp_bias
         if config.fused_gate_up:
             both = Linear.read_parts(ops, weights, prefix + "gate_up_proj", (2 * size, hidden), stacked([size, size]), bias)
         else:

@@ -13,11 +13,11 @@ from llmctl.kernels.formats.codecs import dequantize, quantize
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import FORMATS
 from llmctl.kernels.linear._native import pack_weight
-from llmctl.kernels.moe import Routing
+from llmctl.kernels.moe import Experts, Routing
 from llmctl.kernels.moe._native import make_moe
 from llmctl.kernels.moe._reference import moe, route
 from llmctl.kernels.native import _native as native
-from llmctl.kernels.swiglu import ACTIVATIONS
+from llmctl.kernels.swiglu import GATED_ACTIVATIONS
 
 HIDDEN, INTERMEDIATE = 96, 160
 PARTS = ("gate", "up", "down")
@@ -46,8 +46,13 @@ def inputs(tokens: int, experts: int = 8, seed: int = 0) -> tuple[np.ndarray, np
 
 
 def expected(parts: dict, x: np.ndarray, logits: np.ndarray, routing: Routing, activation: str) -> np.ndarray:
-    tensors = [torch.from_numpy(dequantize(parts[part])) for part in PARTS]
-    return moe(torch.from_numpy(x), torch.from_numpy(logits), *tensors, routing, activation).numpy()
+    experts = reference_experts({part: dequantize(parts[part]) for part in PARTS})
+    return moe(torch.from_numpy(x), torch.from_numpy(logits), experts, routing, activation).numpy()
+
+
+def reference_experts(parts: dict[str, np.ndarray], **biases: np.ndarray) -> Experts:
+    tensors = {name: torch.from_numpy(array) for name, array in {**parts, **biases}.items()}
+    return Experts(**tensors, counts=np.zeros(len(parts["gate"]), np.int64))
 
 
 def packed(parts: dict) -> list:
@@ -65,9 +70,9 @@ def relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
 
 def test_reference_is_the_weighted_sum_of_the_chosen_experts() -> None:
     x, logits = map(torch.from_numpy, inputs(5))
-    parts = {name: torch.from_numpy(part) for name, part in weights("F32").items()}
     experts, shares = route(logits, MIXTRAL)
-    y = moe(x, logits, *parts.values(), MIXTRAL, "silu")
+    y = moe(x, logits, reference_experts(weights("F32")), MIXTRAL, "silu")
+    parts = {name: torch.from_numpy(part) for name, part in weights("F32").items()}
     for t in range(5):
         total = torch.zeros(HIDDEN)
         for e, share in zip(experts[t], shares[t], strict=True):
@@ -93,7 +98,7 @@ def test_int8_activations_come_near(isa: str, name: str) -> None:
     assert 1e-6 < relative_error(got, expected(weights(name), x, logits, MIXTRAL, "silu")) < 2e-2
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
 def test_every_activation(activation: str) -> None:
     x, logits = inputs(4)
     got = run(weights("F32"), x, logits, activation=activation)

@@ -22,9 +22,7 @@ ROUTINGS = {
     "one": Routing(16, 1, renormalize=True, scale=0.5),
     "all": Routing(4, 4),
     "deepseek-v2": Routing(16, 3, num_groups=4, top_groups=2, scale=16.0),
-    "deepseek-v3": Routing(
-        16, 4, True, sigmoid=True, bias=BIAS, num_groups=4, top_groups=2, group_by_top2=True, scale=2.5
-    ),
+    "deepseek-v3": Routing(16, 4, True, sigmoid=True, bias=BIAS, num_groups=4, top_groups=2, group_by_top2=True, scale=2.5),
 }
 
 

@@ -56,3 +56,11 @@ def test_growth(width: int) -> None:
     found = computed(x, lambda ops, rows: ops.growth(rows, None, 0.3, 7), 1)
     expected = ReferenceOps().growth(torch.from_numpy(x), torch.from_numpy(positions), 0.3, 7)
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gated(width: int) -> None:
+    x, gate = normal(TOKENS, width), normal(1, width)
+    found = computed(x, lambda ops, rows: ops.gated(rows, ops.linear(rows, ops.prepare_weight(gate))), 2)
+    expected = ReferenceOps().gated(torch.from_numpy(x), torch.from_numpy(x @ gate.T))
+    np.testing.assert_allclose(found, expected.numpy(), rtol=2e-5, atol=2e-5)

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from llmctl.kernels.native import _native as native
+from llmctl.kernels.swiglu._reference import gated_activation
 
 LENGTHS = [1, 3, 15, 16, 17, 48, 63, 64, 65, 80, 127, 576, 1000]
 ULP = 2.0**-23
@@ -102,6 +103,23 @@ def test_activations_at_the_ends(isa: str, activation: str) -> None:
     expected = np.where(x > 1, x, np.where(x < -1, 0, x / 2))
     np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-30)
     assert np.isnan(native.gated_activation(isa, np.full(17, np.nan, np.float32), np.ones(17, np.float32), activation)).all()
+
+
+@every_isa
+@every_length
+def test_clamped_swiglu_of_any_length(isa: str, n: int) -> None:
+    gate, up = 5 * normal(2, n)
+    expected = exact(lambda x: gated_activation(x[0], x[1], "clamped_swiglu"), np.stack([gate, up]))
+    np.testing.assert_allclose(native.gated_activation(isa, gate, up, "clamped_swiglu"), expected, rtol=2e-6, atol=2e-7)
+
+
+@every_isa
+def test_clamped_swiglu_at_the_ends(isa: str) -> None:
+    inf, nan = np.inf, np.nan
+    gate, up = np.array([[inf, -inf, 7, 7, 0, nan, 1], [1, 1, inf, -inf, 1, 1, nan]], np.float32)
+    largest = 7 / (1 + np.exp(-7 * 1.702))
+    expected = [2 * largest, 0, 8 * largest, -6 * largest, 0, nan, nan]
+    np.testing.assert_allclose(native.gated_activation(isa, gate, up, "clamped_swiglu"), expected, rtol=1e-6, atol=1e-30)
 
 
 @every_isa
