@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import row_programs
 import torch
 
 from llmctl.kernels._native import NativeOps
 from llmctl.kernels._reference import ReferenceOps
-from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.formats.codecs import quantize
 from llmctl.kernels.formats.spec import FORMATS
 from llmctl.kernels.moe import Experts, Routing
@@ -52,17 +52,8 @@ def mixture(experts: Experts, routing: Routing = ROUTING, activation: str = "sil
     return forward
 
 
-def computed(ops: NativeOps, forward: Forward, sizes: tuple[int, ...] = (TOKENS,)) -> np.ndarray:
-    """forward of every row of TABLE by one native program, some at a time."""
-    weight = ops.prepare_weight(TABLE)
-    run = ops.compile(lambda batch, rows: ops.take_rows(forward(ops, ops.embedding(batch.token_ids, weight)), rows), [])
-    parts, first = [], 0
-    for size in sizes:
-        ids = np.arange(first, first + size)
-        rows = np.arange(size)
-        parts.append(run(BatchDescription(ids, ids, ids - ids - 1, [], [0, size], [size], [ids], 16), rows).copy())
-        first += size
-    return np.concatenate(parts)
+def computed(ops: NativeOps, forward: Forward, sizes: tuple[int, ...] | None = None) -> np.ndarray:
+    return row_programs.computed(ops, TABLE, lambda x: forward(ops, x), sizes)
 
 
 def expected(forward: Callable[[Experts], Forward], **choices: Any) -> np.ndarray:
