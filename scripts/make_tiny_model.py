@@ -74,6 +74,13 @@ MINISTRAL3_ROPE = {
 }
 LAYER_NORM = {key: value for key, value in PHI3.items() if key != "rms_norm_eps"}
 COHERE = {**LAYER_NORM, "num_hidden_layers": 4, "layer_norm_eps": 1e-5, "tie_word_embeddings": True}
+DEEPSEEK = {
+    **{key: value for key, value in PLAIN.items() if key != "head_dim"},
+    **{"num_key_value_heads": 6, "num_hidden_layers": 4, "rms_norm_eps": 1e-6, "first_k_dense_replace": 1, "attention_bias": False},
+    **{"kv_lora_rank": 40, "q_lora_rank": 56, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20},
+    **{"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
+    **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7},
+}
 MISTRAL = {key: value for key, value in LLAMA.items() if key not in ("attention_bias", "mlp_bias")} | {"sliding_window": 8}
 GPT2 = {
     **{"vocab_size": 384, "n_embd": 96, "n_inner": 160, "n_layer": 3, "n_head": 6, "n_positions": CONTEXT},
@@ -111,6 +118,8 @@ FAMILIES = {
         {**COHERE, "sliding_window": 8, "layer_types": [*["sliding_attention"] * 3, "full_attention"], "logit_scale": 0.7},
     ),
     "gpt2": ("GPT2Config", GPT2),
+    "deepseek_v2": ("DeepseekV2Config", {**DEEPSEEK, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("DeepseekV3Config", {**DEEPSEEK, "norm_topk_prob": True}),
     "exaone4": ("Exaone4Config", {**WINDOWED, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}),
 }
 DEFAULT_THETA = {"gemma3": 1_000_000.0}  # 10_000 for the others

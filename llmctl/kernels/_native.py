@@ -140,6 +140,9 @@ class NativeOps:
             x, weight = self._take_columns(x, weight.order), weight.packed
         return self._record("linear", (x,), (weight.rows,), weight=weight, bias=bias)[0]
 
+    def head_linear(self, x: Value, weight: Any) -> Value:
+        return self._record("head_linear", (x,), (weight.matrices, weight.rows), weight=weight)[0]
+
     def embedding(self, token_ids: Value, table: Any, scale: float = 1.0) -> Value:
         order, table = (table.order, table.packed) if isinstance(table, _Reordered) else (None, table)
         of_positions = token_ids is _POSITIONS
@@ -223,6 +226,10 @@ class NativeOps:
     def reshape(self, x: Value, shape: tuple[int, ...]) -> Value:
         assert shape[0] == -1, shape
         return Value(x.node, x.index, shape[1:])
+
+    def join_heads(self, x: Value, y: Value) -> Value:
+        (heads, width), (_, more) = x.shape, y.shape
+        return self._record("join_heads", (x, y), (heads, width + more))[0]
 
     def take_rows(self, x: Value, rows: Any) -> Value:
         assert rows is _WANTED, rows

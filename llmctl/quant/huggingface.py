@@ -123,9 +123,9 @@ class _Recorder:
         self._weights = weights
 
     def read(self, name: str) -> Tensor | StoredWeight:
-        """The tensor; of a packed weight, which is unpacked when it is its turn, what its headers say."""
+        """The tensor; of one that is made of others, which is done when it is its turn, what their headers say."""
         self.read_names.append(name)
-        return self._weights.stored(name) if self._weights.packed(name) else self._weights.read(name)
+        return self._weights.read(name) if self._weights.is_mapped(name) else self._weights.stored(name)
 
     def release(self, name: str) -> None:
         """Nothing was touched."""

@@ -125,9 +125,9 @@ const int32_t* order_of(OwningRowOp& holder, const nb::object& array) {
 }
 
 template <class T>
-PackedMatrix matrix_of(T& holder, const nb::object& weight) {
+PackedMatrix matrix_of(T& holder, const nb::object& weight, int64_t index = 0) {
   holder.owners.push_back(weight);
-  return nb::cast<const PackedWeight&>(weight).matrix();
+  return nb::cast<const PackedWeight&>(weight).matrix(index);
 }
 
 template <class T>
@@ -313,6 +313,7 @@ void bind_program(nb::module_& m) {
       .value("Take", RowKind::Take)
       .value("Store", RowKind::Store)
       .value("Fit", RowKind::Fit)
+      .value("Join", RowKind::Join)
       .value("Gather", RowKind::Gather);
   nb::class_<KvMemory>(m, "KvPages")
       .def(nb::init<int64_t, int64_t, int64_t, const std::string&, int64_t>(), nb::arg("num_pages"), nb::arg("kv_heads"),
@@ -350,7 +351,11 @@ void bind_program(nb::module_& m) {
       .def_rw("sin", &OwningSegment::sin)
       .def_rw("residual", &OwningSegment::residual)
       .def_rw("out", &OwningSegment::out)
-      .def("set_matrix", [](OwningSegment& self, const nb::object& weight) { self.matrix = matrix_of(self, weight); })
+      .def_rw("head", &OwningSegment::head)
+      .def_rw("out_column", &OwningSegment::out_column)
+      .def("set_matrix",
+           [](OwningSegment& self, const nb::object& weight, int64_t index) { self.matrix = matrix_of(self, weight, index); },
+           nb::arg("weight"), nb::arg("index") = 0)
       .def("set_bias", [](OwningSegment& self, const nb::object& array) { self.bias = vector_of(self, array); })
       .def("set_up",
            [](OwningSegment& self, const nb::object& weight, const nb::object& bias) {

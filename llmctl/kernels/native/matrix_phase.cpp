@@ -18,11 +18,12 @@ struct Program::MatrixPhase : Program::Phase {
   Domain domain;
   std::vector<RowOp> before;
   int input;
+  int64_t heads = 1;          // equal parts of an input row, each with segments of its own
   std::vector<Segment> segments;
   bool needs_codes = false;
   std::vector<int> outputs;   // buffers that `before` fills
 
-  int64_t num_rows = -1, columns = 0, block = 0;
+  int64_t num_rows = -1, columns = 0, block = 0;   // columns: of one head
   bool own_rows = false;
   struct Chunk {
     int segment;
@@ -49,15 +50,15 @@ struct Program::MatrixPhase : Program::Phase {
   // Makes room for another number of rows, and divides the work for it.
   void fit(Program& program) {
     num_rows = program.rows_of(domain);
-    columns = input < 0 ? 0 : program.buffers_[input].width;
-    int64_t widest = columns;
+    columns = input < 0 ? 0 : program.buffers_[input].width / heads;
+    int64_t widest = columns * heads;
     for (int output : outputs) widest = std::max(widest, program.buffers_[output].width);
     own_rows = num_rows * widest <= kOwnRows;
     block = num_rows;
     if (input >= 0) {
       block = std::max<int64_t>(64, kCodesInCache / padded_columns(columns) / 16 * 16);
       block = std::min(block, std::max<int64_t>(num_rows, 1));
-      if (needs_codes && !own_rows) program.quantized_.reserve(num_rows, columns);
+      if (needs_codes && !own_rows) program.quantized_.reserve(heads * num_rows, columns);
       list_chunks(program);
     }
     for (auto& worker : program.workers_) reserve(program, *worker);
@@ -68,7 +69,7 @@ struct Program::MatrixPhase : Program::Phase {
       int64_t elements = 0;
       for (int output : outputs) elements += num_rows * (program.buffers_[output].width + 16);
       worker.rows.reserve(elements);
-      if (needs_codes) worker.quantized.reserve(num_rows, columns);
+      if (needs_codes) worker.quantized.reserve(heads * num_rows, columns);
     }
     int64_t widest = 0;
     bool gated = false;
@@ -149,7 +150,10 @@ struct Program::MatrixPhase : Program::Phase {
   void compute_row(Program& program, Worker& worker, int64_t row, bool stores, QuantizedRows& codes) {
     for (const RowOp& op : before)
       if (op.kind != RowKind::Store || stores) program_row(program, worker, op, row);
-    if (needs_codes) codes.quantize(*program.kernels_, worker.view[input] + row * columns, row, columns);
+    if (!needs_codes) return;
+    const float* values = worker.view[input] + row * heads * columns;
+    for (int64_t head = 0; head < heads; head++)   // a head's rows lie together
+      codes.quantize(*program.kernels_, values + head * columns, head * num_rows + row, columns);
   }
 
   void run_own_chunks(Program& program, Worker& worker) {
@@ -167,10 +171,12 @@ struct Program::MatrixPhase : Program::Phase {
     }
   }
 
-  Activations activations(Program& program, Worker& worker, const PackedMatrix& matrix, int64_t first, int64_t count) {
+  Activations activations(Program& program, Worker& worker, const Segment& segment, const PackedMatrix& matrix, int64_t first,
+                          int64_t count) {
     if (program.int8_ && !is_plain(matrix.layout))
-      return (own_rows ? worker.quantized : program.quantized_).rows(first, count, columns);
-    return {count, columns, padded_columns(columns), worker.view[input] + first * columns, columns, nullptr, nullptr, nullptr};
+      return (own_rows ? worker.quantized : program.quantized_).rows(segment.head * num_rows + first, count, columns);
+    const float* values = worker.view[input] + (first * heads + segment.head) * columns;
+    return {count, columns, padded_columns(columns), values, heads * columns, nullptr, nullptr, nullptr};
   }
 
   void run_chunk(Program& program, Worker& worker, const Chunk& chunk, int64_t first, int64_t count) {
@@ -182,12 +188,12 @@ struct Program::MatrixPhase : Program::Phase {
     float* y = worker.chunk.get();
     if (stays_in_place(segment)) {
       stride = program.buffers_[segment.out].width;
-      y = worker.view[segment.out] + first * stride + first_column;
+      y = worker.view[segment.out] + first * stride + segment.out_column + first_column;
     }
     kernels.linear(segment.matrix, chunk.first_tile, chunk.last_tile,
-                   activations(program, worker, segment.matrix, first, count), y, stride);
+                   activations(program, worker, segment, segment.matrix, first, count), y, stride);
     if (segment.gated)
-      kernels.linear(segment.up, chunk.first_tile, chunk.last_tile, activations(program, worker, segment.up, first, count),
+      kernels.linear(segment.up, chunk.first_tile, chunk.last_tile, activations(program, worker, segment, segment.up, first, count),
                      worker.chunk_up.get(), stride);
     for (int64_t t = 0; t < count; t++)
       finish_row(program, worker, segment, first + t, first_column, width, y + t * stride,
@@ -320,6 +326,14 @@ void Program::MatrixPhase::program_row(Program& program, Worker& worker, const R
         std::memcpy(out + head * fitted, at(op.a, row) + head * op.width, kept * sizeof(float));
       break;
     }
+    case RowKind::Join: {
+      const int64_t heads = program.buffers_[op.a].width / op.width, joined = width / heads, rest = joined - op.width;
+      for (int64_t head = 0; head < heads; head++) {
+        std::memcpy(out + head * joined, at(op.a, row) + head * op.width, op.width * sizeof(float));
+        std::memcpy(out + head * joined + op.width, at(op.b, row) + head * rest, rest * sizeof(float));
+      }
+      break;
+    }
     case RowKind::Store: {
       const int64_t heads = program.buffers_[op.a].width / op.width;
       for (int64_t head = 0; head < heads; head++) {
@@ -340,6 +354,7 @@ void Program::add_matrix_phase(Domain domain, std::vector<RowOp> before, int inp
     for (int output : {op.out, op.out2})
       if (output >= 0) phase->outputs.push_back(output);
   for (const Segment& segment : segments) {
+    phase->heads = std::max(phase->heads, segment.head + 1);
     phase->needs_codes |= int8_ && !is_plain(segment.matrix.layout);
     if (segment.gated) phase->needs_codes |= int8_ && !is_plain(segment.up.layout);
   }

@@ -47,13 +47,14 @@ class _Product:
 
 @dataclass
 class _Phase:
-    """One phase to be: row operations, then products on `input`; or an attention or moe node alone."""
+    """One phase to be: row operations, then products on `input` or of its heads; or an attention or moe node alone."""
 
     before: list[Node] = field(default_factory=list)
     input: Value | None = None
     products: list[_Product] = field(default_factory=list)
     attention: Node | None = None
     moe: Node | None = None
+    head_linear: Node | None = None
     is_rows: bool = False
 
     def reads(self) -> list[Value]:
@@ -68,8 +69,8 @@ class _Phase:
         """Everything it puts into buffers."""
         values = [value for node in self.before for value in node.outputs]
         values += [product.result for product in self.products if product.result]
-        alone = self.attention or self.moe
-        return values + (alone.outputs if alone else [])
+        node = self.attention or self.moe or self.head_linear
+        return values + (node.outputs if node else [])
 
 
 class Planner:
@@ -91,6 +92,9 @@ class Planner:
                 self._flush()
             if node.op == "linear":
                 self._add_products(node)
+            elif node.op == "head_linear":
+                self.phases.append(_Phase(self._pending, node.inputs[0], head_linear=node, is_rows=node.is_rows))
+                self._pending = []
             elif node.op == "attention":
                 self._flush()
                 self.phases.append(_Phase(attention=node))
@@ -264,6 +268,7 @@ def build(program: Any, graph: Graph, result: Value) -> int:
         else:
             before = [_row_op(node, buffers) for node in phase.before]
             segments = [_segment(product, buffers) for product in phase.products]
+            segments += _head_segments(phase.head_linear, buffers) if phase.head_linear else []
             source = buffers[phase.input] if phase.input else -1
             program.add_matrix_phase(phase.is_rows, before, source, segments)
         buffers.release(phase, index)
@@ -295,7 +300,7 @@ def _row_op(node: Node, buffers: Buffers) -> Any:
         setattr(op, field_name, buffers[value])
     op.factor = a.get("factor", 1.0)
     op.source = a.get("source", 0)
-    if node.op in ("rms_norm", "rotary", "store_kv", "fit_heads"):
+    if node.op in ("rms_norm", "rotary", "store_kv", "fit_heads", "join_heads"):
         op.width = node.inputs[0].shape[-1]
     if node.op == "growth":
         op.width = a["length"]
@@ -329,6 +334,7 @@ _ROW_KINDS = {
     "take_rows": "Take",
     "store_kv": "Store",
     "fit_heads": "Fit",
+    "join_heads": "Join",
     "take_columns": "Gather",
 }
 
@@ -355,3 +361,13 @@ def _segment(product: _Product, buffers: Buffers) -> Any:
     if product.result:
         segment.out = buffers[product.result]
     return segment
+
+
+def _head_segments(node: Node, buffers: Buffers) -> list[Any]:
+    """The native descriptions of the products of every head."""
+    weight, (heads, width) = node.attributes["weight"], node.outputs[0].shape
+    segments = [_native.Segment() for _ in range(heads)]
+    for head, segment in enumerate(segments):
+        segment.set_matrix(weight, head)
+        segment.head, segment.out_column, segment.out = head, head * width, buffers[node.outputs[0]]
+    return segments

@@ -28,7 +28,9 @@ namespace llmctl {
 // Rows a buffer or a phase has: one per token of the batch, or one per row of logits asked for.
 enum class Domain : int32_t { Tokens, Rows };
 
-enum class RowKind : int32_t { Embedding, Angles, RmsNorm, LayerNorm, Rotary, Gated, Sigmoid, Add, Scale, Growth, Softcap, Take, Store, Fit, Gather };
+enum class RowKind : int32_t {
+  Embedding, Angles, RmsNorm, LayerNorm, Rotary, Gated, Sigmoid, Add, Scale, Growth, Softcap, Take, Store, Fit, Join, Gather
+};
 
 // One operation on a row. Numbers are buffers (-1: none); their widths are known to the program.
 //   Embedding  out = table[token id, or position where source is 1] * factor
@@ -43,6 +45,7 @@ enum class RowKind : int32_t { Embedding, Angles, RmsNorm, LayerNorm, Rotary, Ga
 //   Take       the row of a that the batch asks logits for
 //   Store      keys a and values b (none for latent pages) into the pages, at the token's slot
 //   Fit        heads of `width` elements become as many of out's width: cut, or filled up with zeros
+//   Join       heads of `width` elements of a, each followed by one of b
 //   Gather     the elements of a in the order given, as the columns of a weight that was reordered
 struct RowOp {
   RowKind kind;
@@ -76,6 +79,8 @@ struct Segment {
   int cos = -1, sin = -1;
   int residual = -1;
   int out = -1;
+  int64_t head = 0;         // where the phase's input row is equal parts, one for each of as many matrices: the number of the part
+  int64_t out_column = 0;   // of such a product: where its outputs begin in a row of `out`
   const KvPages* pages = nullptr;
   int group = 0;
   bool is_value = false;

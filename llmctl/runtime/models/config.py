@@ -64,6 +64,22 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Sizes of multi-head latent attention.
+
+    rank: of the latent that all heads' keys and values come from. nope_dim, rope_dim: numbers of a query or key head that do not
+    rotate and that do; the latter are the same for all heads of a key. value_dim: of a head's output. query_rank: of the latent
+    that queries come from; None: they come from the hidden state.
+    """
+
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None = None
+
+
+@dataclass(frozen=True)
 class BlockNorms:
     """Names of a block's norms in Hugging Face's spelling: before attention and after it, before the MLP and after it. None:
     there is no such norm."""
@@ -94,7 +110,7 @@ class ModelConfig:
     norms take the mean away (norm_bias: and add a bias). gated_mlp: down(act(gate) · up), else c_proj(act(c_fc)). parallel:
     attention and MLP read the same normed input. query_growth: queries grow with the logarithm of how many original contexts
     precede them, at this rate. learned_positions: a vector for every position is added to the embedded tokens. experts: of the
-    layers that are sparse.
+    layers that are sparse. latent: keys and values come from a latent, and head_dim is that of a query.
     """
 
     family: str
@@ -130,6 +146,7 @@ class ModelConfig:
     query_growth: float | None = None
     learned_positions: bool = False
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
     attention_softcap: float | None = None
     final_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -149,4 +166,7 @@ class ModelConfig:
 
     def kv_layers(self) -> tuple[LayerShape, ...]:
         """What each layer keeps in the KV cache."""
+        if latent := self.latent:
+            width = latent.rank + latent.rope_dim
+            return tuple(LayerShape(1, width, layer.sliding_window, latent.rank) for layer in self.layers)
         return tuple(LayerShape(self.num_kv_heads, self.head_dim, layer.sliding_window) for layer in self.layers)

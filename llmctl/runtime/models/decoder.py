@@ -14,6 +14,7 @@ from llmctl.kernels.ops import Array, Ops
 from llmctl.runtime.cache.kv_cache import KvCache
 from llmctl.runtime.models.config import LayerConfig, ModelConfig
 from llmctl.runtime.models.experts import SparseMlp
+from llmctl.runtime.models.latent_attention import LatentAttention
 from llmctl.runtime.models.layers import Attention, GatedMlp, Linear, Norm, PlainMlp
 from llmctl.runtime.models.rotary_tables import RotaryTables
 from llmctl.runtime.models.weights import ModelWeights
@@ -25,7 +26,7 @@ class DecoderLayer:
     def __init__(self, ops: Ops, config: ModelConfig, choices: LayerConfig, weights: ModelWeights, index: int) -> None:
         prefix = f"model.layers.{index}."
         self.ops, self.config = ops, config
-        self.attention = Attention(ops, config, choices, weights, index)
+        self.attention = (Attention if config.latent is None else LatentAttention)(ops, config, choices, weights, index)
         self.mlp = _read_mlp(ops, config, choices, weights, prefix)
         names = config.norms
         self.attention_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm = (

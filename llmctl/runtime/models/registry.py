@@ -8,6 +8,7 @@ from llmctl.errors import FormatError, UnsupportedError, UsageError
 from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models import (
     cohere,
+    deepseek,
     exaone4,
     gemma,
     gemma3,
@@ -43,6 +44,7 @@ FAMILIES: tuple[Family, ...] = (
     stablelm.FAMILY,
     cohere.COHERE,
     cohere.COHERE2,
+    deepseek.FAMILY,
     gpt2.FAMILY,
 )
 

@@ -30,6 +30,7 @@ from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.family import Family
 from llmctl.runtime.models.gguf_config import FACTOR_TENSORS, config_from_gguf
+from llmctl.runtime.models.latent_parts import LatentPart, parts_of
 from llmctl.runtime.models.registry import family_by_gguf_arch, family_by_model_type
 
 # Multimodal folders nest the language model; the rest of such a checkpoint is not part of a text model.
@@ -85,16 +86,25 @@ class ModelWeights:
         self.family: Family = source.family
         self.hf_config: dict[str, Any] = source.hf_config
         self.config: ModelConfig = source.config
+        self._parts: dict[str, LatentPart] = {}
+        for name in source.stored:
+            self._parts |= parts_of(name, source.config)
+        self._wholes = {part.whole for part in self._parts.values()}
         self.left_out: list[str] = source.left_out
         self.names_read: set[str] = set()
         self.unpacked: Counter[tuple[str, str]] = Counter()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._source.stored
+        return name in self._parts or (name in self._source.stored and name not in self._wholes)
 
     def names(self) -> Iterator[str]:
-        """Hugging Face names, in file order."""
-        yield from self._source.stored
+        """Hugging Face names, in file order; of what is stored as one and read as several, those of the parts."""
+        for name in self._source.stored:
+            yield from parts_of(name, self.config) or (name,)
+
+    def is_mapped(self, name: str) -> bool:
+        """Whether `read` gives what stands in the file, and costs nothing."""
+        return self.packed(name) is None and name not in self._parts
 
     def packed(self, name: str) -> PackedModule | None:
         """The tensors that the weight is made of, where it is stored as several."""
@@ -102,6 +112,8 @@ class ModelWeights:
 
     def stored(self, name: str) -> StoredWeight:
         """What the checkpoint's headers say of the tensor. FormatError if there is none of this name."""
+        if part := self._parts.get(name):
+            return self._stored_part(part)
         if module := self.packed(name):
             nbytes = sum(self.checkpoint.entry(part).nbytes for part in module.parts)
             return StoredWeight(module.form, module.shape, nbytes, module.native_bytes)
@@ -115,6 +127,10 @@ class ModelWeights:
         FormatError naming it if the checkpoint lacks it, UnsupportedError if it holds no floating-point weights: codes
         and float8 without their scales mean nothing.
         """
+        if part := self._parts.get(name):
+            whole = self.read(part.whole)
+            self.names_read.add(name)
+            return part.take(whole)
         if module := self.packed(name):
             self.names_read.add(name)
             return self._read_packed(module)
@@ -130,7 +146,7 @@ class ModelWeights:
     def stored_entry(self, name: str) -> TensorEntry:
         """Where and as what the tensor of this Hugging Face name is stored. FormatError if the checkpoint lacks it, or stores it
         as several tensors."""
-        if name not in self:
+        if name not in self._source.stored:
             raise FormatError(f"{self.checkpoint.path}: tensor {name!r} is missing")
         return self.checkpoint.entry(self._source.stored[name])
 
@@ -144,9 +160,17 @@ class ModelWeights:
 
     def release(self, name: str) -> None:
         """Let the stored tensor's pages leave memory once it has been prepared; it can still be read again."""
+        if part := self._parts.get(name):
+            return self.release(part.whole)
         module = self.packed(name)
         for part in module.parts if module else (self._source.stored[name],):
             self.checkpoint.release(part)
+
+    def _stored_part(self, part: LatentPart) -> StoredWeight:
+        whole, elements = self.stored(part.whole), prod(part.shape)
+        nbytes, native = (size * elements // whole.num_elements for size in (whole.nbytes, whole.bytes_on_native))
+        kept = not part.turned or whole.form in _WEIGHT_FORMATS
+        return StoredWeight(whole.form, part.shape, nbytes, native if kept else 4 * elements)
 
     def _read_packed(self, module: PackedModule) -> Weight:
         weight = read_module(module)
