@@ -76,7 +76,7 @@ LAYER_NORM = {key: value for key, value in PHI3.items() if key != "rms_norm_eps"
 COHERE = {**LAYER_NORM, "num_hidden_layers": 4, "layer_norm_eps": 1e-5, "tie_word_embeddings": True}
 DEEPSEEK = {
     **{key: value for key, value in PLAIN.items() if key != "head_dim"},
-    **{"num_key_value_heads": 6, "num_hidden_layers": 4, "rms_norm_eps": 1e-6, "first_k_dense_replace": 1, "attention_bias": False},
+    **{"num_key_value_heads": 6, "num_hidden_layers": 4, "rms_norm_eps": 1e-6, "first_k_dense_replace": 1},
     **{"kv_lora_rank": 40, "q_lora_rank": 56, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20},
     **{"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
     **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7},

@@ -19,9 +19,9 @@ KV_TYPES = {"native": ("f16", "f32", "bf16", "q8_0"), "reference": ("f32", "f16"
 """What a backend can keep its KV cache in, the one it chooses itself first."""
 MOST_THREADS = max(256, os.cpu_count() or 1)
 """A thread pool that cannot be made ends the process: OpenMP aborts, with no error to catch."""
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 """Of the native backend."""
-_WEIGHT_OPS = ("linear", "embedding", "moe")
+_WEIGHT_OPS = ("linear", "head_linear", "embedding", "moe")
 _PLAIN_OPS = ("rms_norm", "layer_norm", "rotary", "activation", "gated_activation")
 _CACHE_OPS = ("store_kv", "attention")
 

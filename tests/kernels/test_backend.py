@@ -77,18 +77,18 @@ def test_what_a_backend_does_not_have_is_a_usage_error(here: Here, choices: dict
 
 def test_heads_that_native_attention_does_not_have_are_computed_by_the_reference(here: Here) -> None:
     here(None)
-    for head_dim in (1, 96, 100, 512):
+    for head_dim in (1, 96, 100, 576):
         assert fit_head_dim(choose_compute(), head_dim, "auto") == choose_compute()
-    fitted = fit_head_dim(choose_compute(kv_type="f16"), 513, "auto", "cpu", "float32", "f16", None)
+    fitted = fit_head_dim(choose_compute(kv_type="f16"), 577, "auto", "cpu", "float32", "f16", None)
     assert (fitted.backend, fitted.kv_type) == ("reference", "f16")
-    assert "this model's have 513" in fitted.fallback
-    assert fit_head_dim(choose_compute("reference"), 513, "reference") == choose_compute("reference")
+    assert "this model's have 577" in fitted.fallback
+    assert fit_head_dim(choose_compute("reference"), 577, "reference") == choose_compute("reference")
 
 
 def test_heads_that_the_backend_asked_for_does_not_have_are_refused_with_a_way_out(here: Here) -> None:
     here(None)
-    with pytest.raises(UnsupportedError, match="have 513: --backend reference"):
-        fit_head_dim(choose_compute("native"), 513, "native", "cpu")
+    with pytest.raises(UnsupportedError, match="have 577: --backend reference"):
+        fit_head_dim(choose_compute("native"), 577, "native", "cpu")
 
 
 @pytest.mark.parametrize("threads", [0, MOST_THREADS + 1, 10**30])
@@ -100,7 +100,8 @@ def test_a_number_of_threads_that_no_pool_can_have_is_refused(threads: int) -> N
 def test_capabilities_name_every_op_of_the_op_set_that_has_a_folder() -> None:
     ops = {capability.op for capability in capabilities()}
     activations = {"activation", "gated_activation"}
-    assert ops == {"linear", "embedding", "moe", "rms_norm", "layer_norm", "rotary", *activations, "store_kv", "attention"}
+    weights = {"linear", "head_linear", "embedding", "moe"}
+    assert ops == {*weights, "rms_norm", "layer_norm", "rotary", *activations, "store_kv", "attention"}
 
 
 def test_linear_serves_every_weight_format() -> None:
@@ -111,7 +112,7 @@ def test_linear_serves_every_weight_format() -> None:
 def test_what_is_missing_is_said_of_every_op(here: Here) -> None:
     here("no compiler")
     native = [(c.available, c.reason) for c in capabilities() if c.backend == "native"]
-    assert native == [(False, "no compiler")] * 10
+    assert native == [(False, "no compiler")] * 11
 
 
 def fake_installation(folder: Path, *names: str) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from llmctl.errors import FormatError, UnsupportedError
+from llmctl.errors import FormatError
 from llmctl.runtime.checkpoint.names import TOP_NAMES, GgufNames
 from llmctl.runtime.models.config import ExpertNames, ExpertsConfig, LatentConfig, LayerConfig, ModelConfig
 from llmctl.runtime.models.family import Family

@@ -15,7 +15,7 @@ from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.ops import Array, Ops
 from llmctl.runtime.cache.kv_cache import KvCache
 from llmctl.runtime.checkpoint.names import halves_order
-from llmctl.runtime.models.config import LatentConfig, LayerConfig, ModelConfig
+from llmctl.runtime.models.config import LayerConfig, ModelConfig
 from llmctl.runtime.models.layers import Linear, Norm, checked
 from llmctl.runtime.models.rotary_tables import RotaryTables
 from llmctl.runtime.models.weights import ModelWeights
@@ -81,8 +81,8 @@ class LatentAttention:
         """x [T, hidden_size] → the same, or only its `rows`; this step's latents are stored on the way."""
         ops, config, latent = self.ops, self.config, self.latent
         queries, keys = self._project(x, tables)
-        pages = cache.layer(self.index)
-        ops.store_kv(keys, None, pages, batch.slot_mapping)
+        pages, batch = cache.layer(self.index), batch.of_group(cache.group(self.index))
+        ops.store_kv(keys, None, pages, batch)
         y = ops.attention(queries, pages, batch, config.attention_scale, self.choices.sliding_window, config.attention_softcap)
         y = ops.head_linear(y if rows is None else ops.take_rows(y, rows), self.v_b)
         return self.o_proj.forward(ops.reshape(y, (-1, config.num_heads * latent.value_dim)))
