@@ -54,7 +54,7 @@ def as_blocks(tensor: PackedIntTensor, form: Format) -> QuantTensor | None:
     if not fits:
         return None
     blocks["d"] = _per_block(to_f16_scale(scales), per_group)
-    _store_codes(blocks, codes.reshape(-1, _BLOCK))
+    store_codes(blocks, codes.reshape(-1, _BLOCK))
     return QuantTensor(form, tensor.shape, blocks.view(np.uint8).reshape(*tensor.shape[:-1], -1))
 
 
@@ -69,10 +69,10 @@ def _per_block(values: np.ndarray, per_group: int) -> np.ndarray:
     return np.repeat(values.reshape(-1), per_group)
 
 
-def _store_codes(blocks: np.ndarray, codes: np.ndarray) -> None:
-    """codes int16 (n, 32) from 0."""
+def store_codes(blocks: np.ndarray, codes: np.ndarray) -> None:
+    """The elements of Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0: codes (n, 32) from 0, integers; fills all of `blocks` but its scales."""
     if "qs" in blocks.dtype.names and blocks.dtype["qs"].base == np.int8:
-        blocks["qs"] = codes - 128
+        blocks["qs"] = codes.astype(np.int16) - 128
         return
     unsigned = codes.astype(np.uint8)
     blocks["qs"] = pack_planes((unsigned & 15).reshape(-1, 2, _BLOCK // 2))

@@ -29,7 +29,7 @@ def _grid(name: str) -> np.ndarray:
 
 
 @cache
-def _iq4_values() -> np.ndarray:
+def iq4_values() -> np.ndarray:
     """The 16 values of IQ4_NL and IQ4_XS as float32, taken from gguf-py."""
     import gguf.quants
 
@@ -181,13 +181,13 @@ def iq1_m_scale(blocks: np.ndarray) -> np.ndarray:
 
 def decode_iq4_nl(blocks: np.ndarray, out: np.ndarray) -> None:
     """x = d * value of the nibble; element j in the low nibble of byte j, j + 16 in the high one."""
-    np.take(_iq4_values(), unpack_planes(blocks["qs"], 4).reshape(-1, 32), out=out, mode="clip")
+    np.take(iq4_values(), unpack_planes(blocks["qs"], 4).reshape(-1, 32), out=out, mode="clip")
     out *= to_f32(blocks["d"])
 
 
 def decode_iq4_xs(blocks: np.ndarray, out: np.ndarray) -> None:
     """8 sub-blocks of 32 like IQ4_NL with a 6-bit scale s (low four bits in scales_l): (d (s - 32)) * value."""
-    np.take(_iq4_values(), unpack_planes(blocks["qs"], 4).reshape(-1, 256), out=out, mode="clip")
+    np.take(iq4_values(), unpack_planes(blocks["qs"], 4).reshape(-1, 256), out=out, mode="clip")
     low = unpack_planes(blocks["scales_l"][..., None], 4).reshape(-1, 8)
     high = (blocks["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16)) & np.uint16(3)
     scales = (low | (high.astype(np.uint8) << 4)).view(np.int8) - np.int8(32)
@@ -203,19 +203,24 @@ def encode_iq4_nl(columns: np.ndarray, importance: Importance | None, blocks: np
     scale = _fit_values(columns, weights)
     inverse = np.where(scale != 0, 1 / scale, F(0))
     blocks["d"] = to_f16_scale(scale)
-    blocks["qs"] = pack_nibbles(_nearest_value(inverse * columns).astype(np.uint8))
+    store_iq4_nl(blocks, _nearest_value(inverse * columns).T)
+
+
+def store_iq4_nl(blocks: np.ndarray, codes: np.ndarray) -> None:
+    """The elements: codes (n, 32), indices of `iq4_values`."""
+    blocks["qs"] = pack_nibbles(codes.T.astype(np.uint8))
 
 
 def _nearest_value(values: np.ndarray) -> np.ndarray:
     """Codes of the nearest of IQ4's values; the higher one in the middle of two."""
-    grid = _iq4_values()
+    grid = iq4_values()
     return np.searchsorted((grid[:-1] + grid[1:]) / F(2), values, side="right")
 
 
 def _fit_values(columns: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """(32, n) → scales (n,)."""
     refuse_huge(columns)
-    largest, grid = extreme(columns), _iq4_values()
+    largest, grid = extreme(columns), iq4_values()
 
     def sums(inverse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         values = grid[_nearest_value(inverse * columns)]

@@ -47,10 +47,10 @@ def decode_q3_k(blocks: np.ndarray, out: np.ndarray) -> None:
     signed = codes.view(np.int8)
     signed -= 4
     out[...] = signed.reshape(-1, 256)
-    scale_groups(out, to_f32(blocks["d"]) * _q3_k_scales(blocks["scales"]))
+    scale_groups(out, to_f32(blocks["d"]) * q3_k_scales(blocks["scales"]))
 
 
-def _q3_k_scales(packed: np.ndarray) -> np.ndarray:
+def q3_k_scales(packed: np.ndarray) -> np.ndarray:
     """uint8 (n, 12) -> int8 (n, 16): low nibbles in bytes 0..7 (low half first), top bit pairs in bytes 8..11."""
     low = unpack_planes(packed[:, :8], 4).reshape(-1, 16)
     high = unpack_planes(packed[:, 8:], 2).reshape(-1, 16)

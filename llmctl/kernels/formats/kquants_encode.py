@@ -51,36 +51,24 @@ _Q5_K = _AffineFormat(32, 31, 63, Steps(-0.5, 0.1, 15))
 
 def encode_q2_k(columns: np.ndarray, importance: Importance | None, blocks: np.ndarray) -> None:
     """16 groups of 16 with four bits for scale and offset each."""
-    scales, offsets, codes = _encode_affine(columns, importance, blocks, _Q2_K)
-    blocks["scales"] = scales | offsets << 4
-    blocks["qs"] = pack_planes(codes.reshape(-1, 2, 4, 32))
+    store_q2_k(blocks, *_encode_affine(columns, importance, blocks, _Q2_K))
 
 
 def encode_q4_k(columns: np.ndarray, importance: Importance | None, blocks: np.ndarray) -> None:
     """8 groups of 32 with six bits for scale and offset each."""
-    scales, offsets, codes = _encode_affine(columns, importance, blocks, _Q4_K)
-    blocks["scales"] = pack_scales(scales, offsets)
-    blocks["qs"] = pack_planes(codes.reshape(-1, 4, 2, 32))
+    store_q4_k(blocks, *_encode_affine(columns, importance, blocks, _Q4_K))
 
 
 def encode_q5_k(columns: np.ndarray, importance: Importance | None, blocks: np.ndarray) -> None:
     """As Q4_K with a fifth bit."""
-    scales, offsets, codes = _encode_affine(columns, importance, blocks, _Q5_K)
-    blocks["scales"] = pack_scales(scales, offsets)
-    blocks["qs"] = pack_planes((codes & 15).reshape(-1, 4, 2, 32))
-    blocks["qh"] = pack_planes((codes >> 4).reshape(-1, 8, 32))
+    store_q5_k(blocks, *_encode_affine(columns, importance, blocks, _Q5_K))
 
 
 def encode_q3_k(columns: np.ndarray, importance: Importance | None, blocks: np.ndarray) -> None:
     """16 groups of 16, no offsets, signed six-bit scales."""
     scale, scales, codes = _q3_k_groups(columns) if importance is None else _q3_k_weighted_groups(columns, importance)
     blocks["d"] = to_f16_scale(scale)
-    codes = _round_symmetric(columns, blocks["d"], scales, 4, codes)
-    unsigned = (scales + 32).astype(np.uint8).T
-    low, high = pack_planes((unsigned & 15).reshape(-1, 2, 8)), pack_planes((unsigned >> 4).reshape(-1, 4, 4))
-    blocks["scales"] = np.concatenate([low, high], axis=1)
-    blocks["qs"] = pack_planes((codes & 3).reshape(-1, 2, 4, 32))
-    blocks["qh"] = pack_planes((codes >> 2).reshape(-1, 8, 32))
+    store_q3_k(blocks, scales.T, _round_symmetric(columns, blocks["d"], scales, 4, codes))
 
 
 def encode_q6_k(columns: np.ndarray, importance: Importance | None, blocks: np.ndarray) -> None:
@@ -95,9 +83,41 @@ def encode_q6_k(columns: np.ndarray, importance: Importance | None, blocks: np.n
     scales = np.where(zero, 0, scales)
     codes = _round_symmetric(columns, blocks["d"], scales, 32, _ungrouped(fit.codes(groups, 32)))
     codes[zero] = 0
+    store_q6_k(blocks, scales.T, codes)
+
+
+def store_q2_k(blocks: np.ndarray, scales: np.ndarray, offsets: np.ndarray, codes: np.ndarray) -> None:
+    """Everything but d and dmin: codes of scales and offsets, integers (n, 16), and of the elements, uint8 (n, 256)."""
+    blocks["scales"] = scales | offsets << 4
+    blocks["qs"] = pack_planes(codes.reshape(-1, 2, 4, 32))
+
+
+def store_q4_k(blocks: np.ndarray, scales: np.ndarray, offsets: np.ndarray, codes: np.ndarray) -> None:
+    """Everything but d and dmin: codes of scales and offsets, integers (n, 8), and of the elements, uint8 (n, 256)."""
+    blocks["scales"] = pack_scales(scales.astype(np.uint8), offsets.astype(np.uint8))
+    blocks["qs"] = pack_planes(codes.reshape(-1, 4, 2, 32))
+
+
+def store_q5_k(blocks: np.ndarray, scales: np.ndarray, offsets: np.ndarray, codes: np.ndarray) -> None:
+    """As `store_q4_k`."""
+    store_q4_k(blocks, scales, offsets, codes & 15)
+    blocks["qh"] = pack_planes((codes >> 4).reshape(-1, 8, 32))
+
+
+def store_q3_k(blocks: np.ndarray, scales: np.ndarray, codes: np.ndarray) -> None:
+    """Everything but d: codes of scales, integers (n, 16) from −32, and of the elements, uint8 (n, 256) from 0."""
+    unsigned = (scales + 32).astype(np.uint8)
+    low, high = pack_planes((unsigned & 15).reshape(-1, 2, 8)), pack_planes((unsigned >> 4).reshape(-1, 4, 4))
+    blocks["scales"] = np.concatenate([low, high], axis=1)
+    blocks["qs"] = pack_planes((codes & 3).reshape(-1, 2, 4, 32))
+    blocks["qh"] = pack_planes((codes >> 2).reshape(-1, 8, 32))
+
+
+def store_q6_k(blocks: np.ndarray, scales: np.ndarray, codes: np.ndarray) -> None:
+    """Everything but d: codes of scales, integers (n, 16), and of the elements, uint8 (n, 256) from 0."""
     blocks["ql"] = pack_planes((codes & 15).reshape(-1, 2, 2, 64))
     blocks["qh"] = pack_planes((codes >> 4).reshape(-1, 2, 4, 32))
-    blocks["scales"] = scales.astype(np.int8).T
+    blocks["scales"] = scales.astype(np.int8)
 
 
 def _groups(columns: np.ndarray, size: int) -> np.ndarray:

@@ -14,6 +14,7 @@ void bind_ceilings(nb::module_& m);
 void bind_linear(nb::module_& m);
 void bind_moe(nb::module_& m);
 void bind_encode(nb::module_& m);
+void bind_feedback(nb::module_& m);
 }  // namespace llmctl
 
 NB_MODULE(_native, m) {
@@ -28,4 +29,5 @@ NB_MODULE(_native, m) {
   llmctl::bind_linear(m);
   llmctl::bind_moe(m);
   llmctl::bind_encode(m);
+  llmctl::bind_feedback(m);
 }

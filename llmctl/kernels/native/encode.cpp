@@ -4,41 +4,62 @@
 #include <atomic>
 #include <stdexcept>
 
+#include "feedback.hpp"
+
 namespace llmctl {
 
 namespace encode_generic {
 extern const Encoder kEncoders[];
+extern const Feedback kFeedback;
 }
 #if defined(__x86_64__)
 namespace encode_avx2 {
 extern const Encoder kEncoders[];
+extern const Feedback kFeedback;
 }
 namespace encode_avx512 {
 extern const Encoder kEncoders[];
+extern const Feedback kFeedback;
 }
 #endif
 
 namespace {
 
 constexpr int64_t kElementsPerTurn = 1 << 15;   // what a thread takes at once
+constexpr int64_t kRowsPerTurn = 64;             // the same along columns; whole vectors of every instruction set
 
 bool starts_with(const std::string& text, const char* start) { return text.rfind(start, 0) == 0; }
 
+struct Compiled {
+  const Encoder* encoders;
+  const Feedback* feedback;
+};
+
 // Encoders know fewer instruction sets than kernels: what adds to one of theirs is served by it.
-const Encoder* encoders(const std::string& isa) {
+Compiled compiled_for(const std::string& isa) {
 #if defined(__x86_64__)
-  if (starts_with(isa, "amx") || starts_with(isa, "avx512")) return encode_avx512::kEncoders;
-  if (starts_with(isa, "avx")) return encode_avx2::kEncoders;
+  if (starts_with(isa, "amx") || starts_with(isa, "avx512")) return {encode_avx512::kEncoders, &encode_avx512::kFeedback};
+  if (starts_with(isa, "avx")) return {encode_avx2::kEncoders, &encode_avx2::kFeedback};
 #endif
-  return encode_generic::kEncoders;
+  return {encode_generic::kEncoders, &encode_generic::kFeedback};
 }
 
 }  // namespace
 
 const Encoder& encoder_named(const std::string& format, const std::string& isa) {
-  for (const Encoder* encoder = encoders(isa); encoder->format; encoder++)
+  for (const Encoder* encoder = compiled_for(isa).encoders; encoder->format; encoder++)
     if (format == encoder->format) return *encoder;
   throw std::invalid_argument("no native encoder is called " + format);
+}
+
+const Feedback& feedback_of(const std::string& isa) { return *compiled_for(isa).feedback; }
+
+void run_feedback(RunFeedback run, const FeedbackTask& task, ThreadPool& pool) {
+  std::atomic<int64_t> next{0};
+  pool.run([&](int) {
+    for (int64_t row = next.fetch_add(kRowsPerTurn); row < task.rows; row = next.fetch_add(kRowsPerTurn))
+      run(task, row, std::min(row + kRowsPerTurn, task.rows));
+  });
 }
 
 int64_t encode_all(const Encoder& encoder, const EncodeTask& task, ThreadPool& pool) {

@@ -1,1 +1,2 @@
 #include "encode.inl.hpp"
+#include "feedback.inl.hpp"

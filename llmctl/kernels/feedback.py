@@ -1,0 +1,129 @@
+"""Columns of a matrix rounded in turn, each told of the errors of those before it: GPTQ's inner loop, and coordinate descent.
+
+Arrays are column by row, float32. What happens between the columns of one block is native where the extension is there; the
+definition in numpy gives the same numbers. What a block does to all later columns is one matrix product.
+
+GPTQ: Frantar et al. 2022, arXiv 2210.17323. Descent on the codes: Behdin et al. 2023 (QuantEase), arXiv 2309.01885.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from llmctl.kernels.formats.grids import BlockGrid
+from llmctl.kernels.native import instruction_set, why_missing
+
+F = np.float32
+_BLOCK = 128  # columns between two matrix products
+
+
+class Feedback:
+    """Runs with a pool of threads of its own, made when it is first needed."""
+
+    def __init__(self, threads: int = 1) -> None:
+        self._threads = threads
+        self._pool: Any = None
+
+    def feed_back(
+        self, weights: np.ndarray, factor: np.ndarray, order: np.ndarray, grid: BlockGrid, *, isa: str | None = None
+    ) -> np.ndarray:
+        """Levels (K, N) of weights (K, N), which are left as they are.
+
+        factor: (K, K) upper triangular, of the inverse Hessian H⁻¹ = UᵀU with columns in `order`. order: (K,), the columns as
+        they are rounded. grid: steps and offsets are kept. isa: instruction set instead of the best, for tests.
+        """
+        rest, levels = weights[order], np.empty(weights.shape, F)
+        groups = (order // grid.spec.group_size).astype(np.int32)
+        pivots = F(1) / np.diagonal(factor)
+        for start, stop in _blocks(len(rest)):
+            part, errors = rest[start:stop], np.empty_like(rest[start:stop])
+            found = np.empty_like(part)
+            inside = np.ascontiguousarray(factor[start:stop, start:stop])
+            self._run("feed_back", part, found, errors, inside, pivots[start:stop], groups[start:stop], grid, isa)
+            levels[order[start:stop]] = found
+            rest[stop:] -= factor[start:stop, stop:].T @ errors
+        return levels
+
+    def refine(
+        self, gradient: np.ndarray, hessian: np.ndarray, levels: np.ndarray, grid: BlockGrid, *, isa: str | None = None
+    ) -> bool:
+        """One pass over all columns: each moves to the level that is best while the others stay. True if any moved.
+
+        gradient: (K, N), hessian @ (rounded − wanted); it and levels (K, N) are brought up to date. hessian: (K, K).
+        """
+        groups = (np.arange(len(levels)) // grid.spec.group_size).astype(np.int32)
+        pivots = F(1) / np.diagonal(hessian)
+        moved = False
+        for start, stop in _blocks(len(levels)):
+            part, changes = gradient[start:stop].copy(), np.empty_like(gradient[start:stop])
+            inside = np.ascontiguousarray(hessian[start:stop, start:stop])
+            self._run("refine", part, levels[start:stop], changes, inside, pivots[start:stop], groups[start:stop], grid, isa)
+            if changes.any():
+                moved = True
+                gradient += hessian[:, start:stop] @ changes
+        return moved
+
+    def _run(
+        self,
+        what: str,
+        values: np.ndarray,
+        levels: np.ndarray,
+        changes: np.ndarray,
+        couplings: np.ndarray,
+        pivots: np.ndarray,
+        groups: np.ndarray,
+        grid: BlockGrid,
+        isa: str | None,
+    ) -> None:
+        arguments = (values, levels, changes, couplings, pivots, groups, grid.steps, inverse(grid.steps), grid.offsets)
+        spec = grid.spec
+        table = spec.table() if spec.table is not None else None
+        if why_missing() is not None:
+            _DEFINITIONS[what](*arguments, spec.lowest, spec.highest, table)
+            return
+        from llmctl.kernels.native import _native
+
+        if self._pool is None:
+            instruction_set()  # what LLMCTL_ISA says is settled now
+            self._pool = _native.ThreadPool(self._threads)
+        _native.feedback(self._pool, what, *arguments, spec.lowest, spec.highest, table, isa)
+
+
+def inverse(values: np.ndarray) -> np.ndarray:
+    """1 / values as float32, 0 where that is not finite."""
+    with np.errstate(divide="ignore", over="ignore"):
+        found = F(1) / values
+    return np.where(np.isfinite(found), found, F(0))
+
+
+def _blocks(count: int) -> list[tuple[int, int]]:
+    return [(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK)]
+
+
+def nearest_level(values: np.ndarray, lowest: float, highest: float, table: np.ndarray | None) -> np.ndarray:
+    """The nearest whole numbers of lowest … highest, half to even; of a table the higher one in the middle of two."""
+    if table is None:
+        return np.clip(np.rint(values), F(lowest), F(highest))
+    return table[np.searchsorted((table[:-1] + table[1:]) / F(2), values, side="right")]
+
+
+def _feed_back(values, levels, changes, couplings, pivots, groups, steps, inverses, offsets, *grid) -> None:
+    for i, group in enumerate(groups):
+        offset = offsets[group] if offsets is not None else F(0)
+        levels[i] = nearest_level((values[i] - offset) * inverses[group], *grid)
+        changes[i] = (values[i] - (steps[group] * levels[i] + offset)) * pivots[i]
+        values[i + 1 :] -= couplings[i, i + 1 :, None] * changes[i]
+
+
+def _refine(values, levels, changes, couplings, pivots, groups, steps, inverses, offsets, *grid) -> None:
+    for i, group in enumerate(groups):
+        offset = offsets[group] if offsets is not None else F(0)
+        old = steps[group] * levels[i] + offset
+        levels[i] = nearest_level((old - values[i] * pivots[i] - offset) * inverses[group], *grid)
+        changes[i] = steps[group] * levels[i] + offset - old
+        values[i + 1 :] += couplings[i, i + 1 :, None] * changes[i]
+
+
+_DEFINITIONS = {"feed_back": _feed_back, "refine": _refine}

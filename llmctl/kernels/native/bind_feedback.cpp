@@ -1,0 +1,66 @@
+// Feedback for Python: float32 arrays, column by row.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "bind_isa.hpp"
+#include "feedback.hpp"
+
+namespace nb = nanobind;
+
+namespace llmctl {
+namespace {
+
+using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Indices = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Changed = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+constexpr int64_t kMostColumns = 128;
+
+void check(bool holds, const char* message) {
+  if (!holds) throw std::invalid_argument(message);
+}
+
+template <class Array>
+bool is(const Array& array, int64_t first, int64_t second) {
+  return static_cast<int64_t>(array.shape(0)) == first && static_cast<int64_t>(array.shape(1)) == second;
+}
+
+void run(ThreadPool& pool, const std::string& what, const Changed& values, const Changed& levels, const Changed& changes,
+         const Matrix& couplings, const Vector& pivots, const Indices& groups, const Matrix& steps, const Matrix& inverses,
+         const std::optional<Matrix>& offsets, float lowest, float highest, const std::optional<Vector>& table,
+         const std::optional<std::string>& isa) {
+  const int64_t columns = values.shape(0), rows = values.shape(1), count = steps.shape(0);
+  check(columns <= kMostColumns, "a block has 128 columns at most");
+  check(is(levels, columns, rows) && is(changes, columns, rows), "values, levels and changes must be alike");
+  check(is(couplings, columns, columns) && static_cast<int64_t>(pivots.shape(0)) == columns, "couplings and pivots must fit the columns");
+  check(is(steps, count, rows) && is(inverses, count, rows) && (!offsets || is(*offsets, count, rows)), "scales must fit the rows");
+  check(static_cast<int64_t>(groups.shape(0)) == columns, "every column needs a group");
+  for (int64_t i = 0; i < columns; i++)
+    check(groups.data()[i] >= 0 && groups.data()[i] < count, "groups must be there");
+  check(!table || table->shape(0) > 0, "a table needs levels");
+  const Feedback& kernels = feedback_of(isa ? kernels_named(*isa).name : active_kernels()->name);
+  check(what == "feed_back" || what == "refine", "there are feed_back and refine");
+  const FeedbackTask task{rows, columns, couplings.data(), pivots.data(), groups.data(), steps.data(), inverses.data(),
+                          offsets ? offsets->data() : nullptr, lowest, highest, table ? table->data() : nullptr,
+                          table ? static_cast<int64_t>(table->shape(0)) : 0, values.data(), levels.data(), changes.data()};
+  nb::gil_scoped_release release;
+  run_feedback(what == "refine" ? kernels.refine : kernels.feed_back, task, pool);
+}
+
+}  // namespace
+
+void bind_feedback(nb::module_& m) {
+  m.def("feedback", &run, nb::arg("pool"), nb::arg("what"), nb::arg("values"), nb::arg("levels"), nb::arg("changes"),
+        nb::arg("couplings"), nb::arg("pivots"), nb::arg("groups"), nb::arg("steps"), nb::arg("inverses"),
+        nb::arg("offsets") = nb::none(), nb::arg("lowest") = 0.f, nb::arg("highest") = 0.f, nb::arg("table") = nb::none(),
+        nb::arg("isa") = nb::none());
+}
+
+}  // namespace llmctl

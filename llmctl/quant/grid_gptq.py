@@ -1,0 +1,219 @@
+"""GPTQ onto the grids of GGUF's block formats: errors are fed back, and the file stays a plain Q4_K that any reader runs.
+
+Steps and offsets are searched for as always, weighted by importance. Then columns are rounded one after the other, the most
+active first, each told of the errors of those before it (Frantar et al. 2022, arXiv 2210.17323). Then steps and codes are
+improved in turn, each to where the loss is least while all others stay (coordinate descent as in QuantEase, Behdin et al. 2023,
+arXiv 2309.01885). The loss is Σ (ŵ − w) H (ŵ − w)ᵀ over all rows: how far the outputs move on the calibration text.
+
+Pure: (weight, Hessian, format, importance) → the rounded tensor. Nothing here knows files or names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmctl.kernels.encode import Encoder
+from llmctl.kernels.feedback import Feedback
+from llmctl.kernels.formats.codecs import dequantize
+from llmctl.kernels.formats.grids import BlockGrid
+from llmctl.kernels.formats.quant_tensor import QuantTensor
+from llmctl.kernels.formats.spec import Format
+
+F = np.float32
+_LADDER = (1, 10, 100)  # times the damping, until the Hessian can be factored
+_ROWS = 4096  # solved at once: bounds the memory for tall matrices such as the head
+_PASSES = 6  # of steps and codes in turn; most end sooner
+
+
+@dataclass(frozen=True)
+class Solver:
+    """How to search. damping: added to the Hessian's diagonal, as a share of its mean. passes: of steps and codes, at most.
+
+    encoder, feedback: with the threads to use.
+    """
+
+    encoder: Encoder
+    feedback: Feedback
+    damping: float = 0.01
+    passes: int = _PASSES
+
+
+def solve(
+    weight: np.ndarray,
+    hessian: np.ndarray,
+    form: Format,
+    importance: np.ndarray | None = None,
+    *,
+    damping: float = 0.01,
+    passes: int = _PASSES,
+    threads: int = 1,
+) -> QuantTensor:
+    """The weight in blocks of `form`, with the least loss that was found; never more than that of rounding to nearest.
+
+    weight: float32 (N, K). hessian: float32 (K, K), Σ x xᵀ / count of the inputs. form: one of grids.GRIDS. importance: float32
+    (K,), weights of the squared errors for the first choice of steps; None for no preference. damping: added to the Hessian's
+    diagonal, as a share of its mean. Columns that no input reached weigh as much as the mean. A Hessian that cannot be factored even
+    with 100 times the damping gives round to nearest. Raises FormatError and UnsupportedError as `codecs.quantize`.
+    """
+    assert hessian.shape == (weight.shape[1],) * 2, (hessian.shape, weight.shape)
+    return solve_with(Solver(Encoder(threads), Feedback(threads), damping, passes), weight, hessian, form, importance)
+
+
+def solve_with(
+    solver: Solver, weight: np.ndarray, hessian: np.ndarray, form: Format, importance: np.ndarray | None = None
+) -> QuantTensor:
+    """As `solve`."""
+    rounded = solver.encoder.encode(np.ascontiguousarray(weight, F), form, importance)
+    assert isinstance(rounded, QuantTensor)
+    prepared = prepare(hessian, solver.damping)
+    if prepared is None:
+        return rounded
+    blocks = rounded.blocks.copy()
+    for start, stop in _row_ranges(len(weight)):
+        part = QuantTensor(form, (stop - start, weight.shape[1]), blocks[start:stop])
+        blocks[start:stop] = _solve_rows(solver, weight[start:stop], prepared, part).blocks
+    return QuantTensor(form, rounded.shape, blocks)
+
+
+def loss(weight: np.ndarray, quantized: np.ndarray, hessian: np.ndarray) -> float:
+    """Σ (ŵ − w) H (ŵ − w)ᵀ over the rows of both, float32 (N, K)."""
+    return float(_row_losses(np.ascontiguousarray((quantized - weight).T), hessian.astype(F)).sum(dtype=np.float64))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A Hessian ready for use. raw, damped: float32 (K, K). order: columns, the most active first. factor: float32 (K, K) upper
+    triangular, of the inverse of `damped` in that order."""
+
+    raw: np.ndarray
+    damped: np.ndarray
+    order: np.ndarray
+    factor: np.ndarray
+
+
+def prepare(hessian: np.ndarray, damping: float) -> Prepared | None:
+    """None where the Hessian cannot be factored."""
+    diagonal = np.diagonal(hessian).astype(np.float64)
+    if not np.isfinite(hessian).all() or not (mean := diagonal.mean()) > 0:
+        return None
+    dead = diagonal <= 0
+    order = np.argsort(-diagonal, kind="stable")
+    for factor in _LADDER:
+        damped = hessian.astype(np.float64)
+        damped[np.diag_indices(len(damped))] += np.where(dead, mean, factor * damping * mean)
+        upper = _inverse_factor(damped[np.ix_(order, order)])
+        if upper is not None:
+            return Prepared(hessian.astype(F), damped.astype(F), order, upper)
+    return None
+
+
+def _inverse_factor(matrix: np.ndarray) -> np.ndarray | None:
+    """U upper triangular, float32, with matrix⁻¹ = Uᵀ U; None if the matrix is not positive."""
+    try:
+        lower = np.linalg.cholesky(matrix[::-1, ::-1])
+    except np.linalg.LinAlgError:
+        return None
+    # matrix = R Rᵀ with R the factor turned round, which is upper triangular: U is its inverse.
+    upper = np.triu(np.linalg.inv(lower[::-1, ::-1])).astype(F)
+    return upper if np.isfinite(upper).all() else None
+
+
+def _row_ranges(rows: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, rows, _ROWS):
+        yield start, min(start + _ROWS, rows)
+
+
+def _solve_rows(solver: Solver, weight: np.ndarray, hessian: Prepared, rounded: QuantTensor) -> QuantTensor:
+    """rounded: the weight rounded to nearest; it stays so in rows where nothing better is found."""
+    wanted = np.ascontiguousarray(weight.T, F)
+    grid = BlockGrid.of(rounded)
+    levels = solver.feedback.feed_back(wanted, hessian.factor, hessian.order, grid)
+    descend(solver, wanted, hessian, levels, grid)
+    found = grid.tensor(levels)
+    before, after = (_row_losses(dequantize(tensor).T - wanted, hessian.raw) for tensor in (rounded, found))
+    blocks = np.where((after <= before)[:, None], found.blocks, rounded.blocks)
+    return QuantTensor(rounded.format, rounded.shape, blocks)
+
+
+def descend(solver: Solver, wanted: np.ndarray, hessian: Prepared, levels: np.ndarray, grid: BlockGrid) -> None:
+    """Improve steps, offsets and levels (K, N) in turn until nothing moves. wanted: (K, N)."""
+    gradient = hessian.damped @ (grid.values(levels) - wanted)
+    for _ in range(solver.passes):
+        refit_scales(gradient, hessian.damped, levels, grid)
+        if not solver.feedback.refine(gradient, hessian.damped, levels, grid):
+            break
+
+
+def _row_losses(error: np.ndarray, hessian: np.ndarray) -> np.ndarray:
+    """(N,) of an error (K, N)."""
+    return np.einsum("kn,kn->n", error, hessian @ error)
+
+
+def refit_scales(gradient: np.ndarray, hessian: np.ndarray, levels: np.ndarray, grid: BlockGrid) -> None:
+    """Each group's step and offset to the best that can be stored while everything else stays. Arguments as `Feedback.refine`."""
+    size = grid.spec.group_size
+    for group in range(len(grid.steps)):
+        columns = slice(group * size, (group + 1) * size)
+        changes = _Refit(gradient[columns], hessian[columns, columns], levels[columns], grid, group).apply()
+        if changes is not None:
+            gradient += hessian[:, columns] @ changes
+
+
+class _Refit:
+    """One group. The loss is quadratic in step and offset: what it changes by, and where it is least."""
+
+    def __init__(self, gradient: np.ndarray, hessian: np.ndarray, levels: np.ndarray, grid: BlockGrid, group: int) -> None:
+        self.levels, self.grid, self.group = levels, grid, group
+        along = hessian @ levels
+        self.slope, self.curve = (levels * gradient).sum(axis=0), (levels * along).sum(axis=0)
+        self.offset_slope, self.cross = gradient.sum(axis=0), along.sum(axis=0)
+        self.offset_curve = F(max(float(hessian.sum()), 1e-30))
+        self.step = grid.steps[group]
+        self.offset = grid.offsets[group] if grid.offsets is not None else None
+
+    def apply(self) -> np.ndarray | None:
+        """Changes of the elements (group_size, N), None where there are none."""
+        best, best_gain = (self.step, self.offset), np.zeros_like(self.step)
+        for step, offset in self._candidates():
+            gain = self._gain(step, offset)
+            better = gain < best_gain
+            best_gain = np.where(better, gain, best_gain)
+            best = tuple(
+                None if new is None else np.where(better, new, old) for new, old in zip((step, offset), best, strict=True)
+            )
+        if not best_gain.any():
+            return None
+        change = (best[0] - self.step) * self.levels
+        self.grid.steps[self.group] = best[0]
+        if self.offset is not None:
+            change += best[1] - self.offset
+            self.grid.offsets[self.group] = best[1]
+        return change
+
+    def _candidates(self) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        curve = np.maximum(self.curve, F(1e-30))
+        yield self._stored(self.step - self.slope / curve, self.offset)
+        if self.offset is None:
+            return
+        yield self._stored(self.step, self.offset - self.offset_slope / self.offset_curve)
+        determinant = np.maximum(curve * self.offset_curve - self.cross**2, F(1e-6) * curve * self.offset_curve)
+        step = self.step - (self.slope * self.offset_curve - self.offset_slope * self.cross) / determinant
+        step, _ = self._stored(step, None)
+        rest = self.offset_slope + (step - self.step) * self.cross  # the best offset for the step as it is stored
+        yield self._stored(step, self.offset - rest / self.offset_curve)
+
+    def _stored(self, step: np.ndarray, offset: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+        stored = self.grid.nearest_step(self.group, step)
+        return stored, None if offset is None else self.grid.nearest_offset(self.group, offset)
+
+    def _gain(self, step: np.ndarray, offset: np.ndarray | None) -> np.ndarray:
+        """Change of the loss, (N,)."""
+        moved = step - self.step
+        gain = moved * (F(2) * self.slope + moved * self.curve)
+        if offset is not None and self.offset is not None:
+            shifted = offset - self.offset
+            gain += shifted * (F(2) * (self.offset_slope + moved * self.cross) + shifted * self.offset_curve)
+        return gain
