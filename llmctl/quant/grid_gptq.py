@@ -55,8 +55,8 @@ def solve(
 
     weight: float32 (N, K). hessian: float32 (K, K), Σ x xᵀ / count of the inputs. form: one of grids.GRIDS. importance: float32
     (K,), weights of the squared errors for the first choice of steps; None for no preference. damping: added to the Hessian's
-    diagonal, as a share of its mean. Columns that no input reached weigh as much as the mean. A Hessian that cannot be factored even
-    with 100 times the damping gives round to nearest. Raises FormatError and UnsupportedError as `codecs.quantize`.
+    diagonal, as a share of its mean. Columns that no input reached weigh as much as the mean. A Hessian that cannot be factored
+    even with 100 times the damping gives round to nearest. Raises FormatError and UnsupportedError as `codecs.quantize`.
     """
     assert hessian.shape == (weight.shape[1],) * 2, (hessian.shape, weight.shape)
     return solve_with(Solver(Encoder(threads), Feedback(threads), damping, passes), weight, hessian, form, importance)
