@@ -131,7 +131,7 @@ def find_program(name: str, stated: Path | None, variable: str, beside: Path | N
 
 def _rate(command: list[str]) -> float:
     """Tokens per second of the only row that a program prints in llama-bench's JSON."""
-    done = _run(command)
+    done = run_program(command)
     try:
         (row,) = json.loads(done.stdout)
         return float(row["avg_ts"])
@@ -141,11 +141,12 @@ def _rate(command: list[str]) -> float:
 
 def _wall(command: list[str]) -> float:
     begin = time.perf_counter()
-    _run(command)
+    run_program(command)
     return time.perf_counter() - begin
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def run_program(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run it to its end with no input; PeerError with its last words where it fails."""
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", timeout=_LIMIT_S, check=False
     )
