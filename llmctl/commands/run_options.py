@@ -30,7 +30,9 @@ PromptArgument = Annotated[
     ),
 ]
 PromptOption = Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, as an option.")]
-FileOption = Annotated[Path | None, typer.Option("--file", "-f", help="A UTF-8 file, put before the prompt.")]
+FileOption = Annotated[
+    Path | None, typer.Option("--file", "--prompt-file", "-f", help="A UTF-8 file, put before the prompt.")
+]
 SystemOption = Annotated[str | None, typer.Option("--system", help="The system message.")]
 NoChatOption = Annotated[
     bool, typer.Option("--no-chat", help="Complete the prompt as raw text, without a chat template.")
@@ -45,33 +47,22 @@ MaxTokensOption = Annotated[
 StopOption = Annotated[
     list[str] | None, typer.Option("--stop", metavar="TEXT", help="End the answer before this text. Repeatable.")
 ]
-TempOption = Annotated[
-    float | None, typer.Option("--temp", help="Flattens the choice; 0 takes the likeliest token.", show_default="0.8")
+JsonSchemaOption = Annotated[
+    str | None,
+    typer.Option("--json-schema", metavar="FILE|JSON", help="The answer is JSON that fits this schema.", show_default=False),
 ]
-TopKOption = Annotated[
-    int | None, typer.Option("--top-k", help="Keep this many of the likeliest tokens; 0: all.", show_default="40")
+RegexOption = Annotated[
+    str | None, typer.Option("--regex", metavar="REGEX", help="The answer matches this expression as a whole.")
 ]
-TopPOption = Annotated[
-    float | None,
-    typer.Option("--top-p", help="Keep the likeliest tokens that reach this probability.", show_default="0.95"),
+GrammarOption = Annotated[
+    Path | None, typer.Option("--grammar", metavar="FILE", help="The answer follows this grammar, in Lark or GBNF.")
 ]
-MinPOption = Annotated[
-    float | None,
-    typer.Option("--min-p", help="Drop tokens below this share of the likeliest one.", show_default="0.05"),
+LogprobsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--logprobs", metavar="N", min=0, help="With --json: log-probabilities of the tokens and of the N likeliest at each place."
+    ),
 ]
-RepeatPenaltyOption = Annotated[
-    float | None,
-    typer.Option("--repeat-penalty", help="Divides the logits of the last 64 tokens; 1: off.", show_default="1.0"),
-]
-PresencePenaltyOption = Annotated[
-    float | None,
-    typer.Option("--presence-penalty", help="Subtracted from tokens among the last 64.", show_default="0.0"),
-]
-FrequencyPenaltyOption = Annotated[
-    float | None,
-    typer.Option("--frequency-penalty", help="Subtracted for each time among the last 64.", show_default="0.0"),
-]
-LogitBiasOption = Annotated[
-    list[str] | None,
-    typer.Option("--logit-bias", metavar="ID=BIAS", help="Added to a token's logit; -inf forbids it. Repeatable."),
+JsonLinesOption = Annotated[
+    bool, typer.Option("--json-lines", help="Print JSON events, one a line, as they come: start, token …, end.")
 ]

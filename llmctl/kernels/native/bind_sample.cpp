@@ -40,11 +40,18 @@ nb::tuple bound_top_k(const Logits& logits, int64_t k) {
   return nb::make_tuple(owned(std::move(ids), found), owned(std::move(values), found));
 }
 
+void bound_keep_allowed(nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu> logits,
+                        nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> allowed) {
+  if (allowed.size() != (logits.size() + 31) / 32) throw nb::value_error("allowed must have a bit for every logit");
+  keep_allowed(logits.data(), (int64_t)logits.size(), allowed.data());
+}
+
 }  // namespace
 
 void bind_sample(nb::module_& m) {
   m.def("argmax", &bound_argmax, nb::arg("logits"));
   m.def("top_k", &bound_top_k, nb::arg("logits"), nb::arg("k"));
+  m.def("keep_allowed", &bound_keep_allowed, nb::arg("logits"), nb::arg("allowed"));
 }
 
 }  // namespace llmctl

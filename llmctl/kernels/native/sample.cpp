@@ -156,4 +156,21 @@ int64_t top_k(const float* logits, int64_t n, int64_t k, int64_t* ids, float* va
   return (int64_t)best.keys.size();
 }
 
+void keep_allowed(float* logits, int64_t n, const uint32_t* allowed) {
+  const Lanes lowest = {kLowest, kLowest, kLowest, kLowest};
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32, ++allowed) {
+    if (*allowed == 0xffffffffu) continue;
+    Mask bits = {1, 2, 4, 8};
+    const Mask word = {(int32_t)*allowed, (int32_t)*allowed, (int32_t)*allowed, (int32_t)*allowed};
+    for (int j = 0; j < 32; j += kLanes, bits <<= kLanes) {
+      Lanes v = (word & bits) != 0 ? load(logits + i + j) : lowest;
+      std::memcpy(logits + i + j, &v, sizeof v);
+    }
+  }
+  for (; i < n; ++i) {
+    if (!(*allowed >> (i % 32) & 1)) logits[i] = kLowest;
+  }
+}
+
 }  // namespace llmctl

@@ -1,4 +1,4 @@
-"""argmax and top_k in plain numpy."""
+"""argmax, top_k and keep_allowed in plain numpy."""
 
 from __future__ import annotations
 
@@ -24,3 +24,9 @@ def top_k(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     finite = int(np.count_nonzero(logits[ids] > -np.inf))
     ids = ids[: max(1, finite)]
     return ids, logits[ids]
+
+
+def keep_allowed(logits: np.ndarray, allowed: np.ndarray) -> None:
+    """Set logits [V] without a bit in allowed [⌈V / 32⌉] uint32 to −inf."""
+    bits = np.unpackbits(allowed.astype("<u4").view(np.uint8), bitorder="little", count=len(logits))
+    np.putmask(logits, bits == 0, np.float32(-np.inf))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from llmctl.errors import LlmctlError
 from llmctl.kernels.sample import top_k
+from llmctl.runtime.sampling import steps
 from llmctl.runtime.sampling.params import SamplingParams
-from llmctl.runtime.sampling.processors import candidates, draw_from_all, log_normalizer, most_likely, shape, softmax
+from llmctl.runtime.sampling.penalties import apply_bias
+from llmctl.runtime.sampling.ranking import draw_from_all, log_normalizer, most_likely, relative
+from llmctl.runtime.sampling.steps import Pool
 
 
 @dataclass(frozen=True)
@@ -30,14 +35,19 @@ class Sampler:
         self.params = params
         self.seed = int(np.random.SeedSequence().generate_state(1)[0]) if params.seed is None else params.seed
         self._generator = np.random.Generator(np.random.PCG64(self.seed))
+        self._is_greedy = params.is_greedy
+        self._steps = params.penalty_steps if params.is_greedy else steps.fused(params.steps)
+        self._constraints = [make() for make in params.constraints]
+        self._surprise_limit = 2.0 * (params.mirostat_tau or 0.0)  # where mirostat begins
 
     def sample(self, logits: np.ndarray, token_ids: Sequence[int]) -> SampledToken:
         """Choose from logits [vocab_size] float32, given the tokens so far (prompt and completion).
 
-        LlmctlError if the model computed something that is not a number.
+        LlmctlError if the model computed something that is not a number, or nothing is left that may be drawn.
         """
-        shaped = shape(logits, self.params, token_ids)
-        token_id = most_likely(shaped) if self.params.is_greedy else self._draw(shaped)
+        token_id = self._choose(self._allowed(logits), token_ids)
+        for constraint in self._constraints:
+            constraint.accept(token_id)
         if self.params.num_logprobs is None:
             return SampledToken(token_id)
         normalizer = log_normalizer(logits)
@@ -45,12 +55,44 @@ class Sampler:
         alternatives = list(zip(ids.tolist(), (best.astype(np.float64) - normalizer).tolist(), strict=True))
         return SampledToken(token_id, float(logits[token_id]) - normalizer, dict(alternatives[: self.params.num_logprobs]))
 
-    def _draw(self, logits: np.ndarray) -> int:
+    def _allowed(self, logits: np.ndarray) -> np.ndarray:
+        """The logits with bias and constraints: a copy, or the same array where there are none."""
+        if not self.params.logit_bias and not self._constraints:
+            return logits
+        logits = logits.copy()
+        apply_bias(logits, self.params)
+        for constraint in self._constraints:
+            constraint.forbid(logits)
+        if self._constraints and logits[most_likely(logits)] == -np.inf:
+            raise LlmctlError("no token may follow: what the answer must be and what it must not say exclude each other")
+        return logits
+
+    def _choose(self, logits: np.ndarray, token_ids: Sequence[int]) -> int:
+        pool = self.candidates(logits, token_ids)
+        return most_likely(pool.logits) if self._is_greedy else self._draw(pool)
+
+    def candidates(self, logits: np.ndarray, token_ids: Sequence[int]) -> Pool:
+        """What the steps leave to be drawn of logits that have bias and constraints; those before any cut if it is greedy."""
+        pool = Pool(None, logits)
+        for name in self._steps:
+            if name == "xtc":
+                strikes = self._generator.random() < self.params.xtc_probability
+                pool = steps.xtc(pool, self.params.xtc_threshold) if strikes else pool
+            elif name == "mirostat":
+                pool = steps.mirostat(pool, self._surprise_limit)
+            else:
+                pool = steps.take(name, pool, self.params, token_ids, len(logits))
+        return pool
+
+    def _draw(self, pool: Pool) -> int:
         """Inverse of the cumulative distribution over the candidates, at one uniform number."""
-        temperature, uniform = np.float32(self.params.temperature), self._generator.random()
-        if self.params.keeps_all:
-            return draw_from_all(logits / temperature, uniform)
-        ids, kept = candidates(logits, self.params)
-        cumulative = softmax(kept / temperature).cumsum()
-        chosen = cumulative.searchsorted(uniform * cumulative[-1], side="right")
-        return int(ids[min(int(chosen), len(ids) - 1)])
+        uniform = self._generator.random()
+        if pool.ids is None:
+            return draw_from_all(pool.logits, uniform)
+        weights = relative(pool.logits)
+        cumulative = weights.cumsum()
+        chosen = min(int(cumulative.searchsorted(uniform * cumulative[-1], side="right")), len(weights) - 1)
+        if self.params.mirostat_tau is not None:
+            surprise = -math.log2(weights[chosen] / cumulative[-1])
+            self._surprise_limit -= self.params.mirostat_eta * (surprise - self.params.mirostat_tau)
+        return int(pool.ids[chosen])

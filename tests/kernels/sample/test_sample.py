@@ -18,7 +18,7 @@ from llmctl.kernels.sample import _numpy
 
 def implementation(name: str) -> SimpleNamespace:
     module = _numpy if name == "numpy" else importlib.import_module("llmctl.kernels.native._native")
-    return SimpleNamespace(argmax=module.argmax, top_k=module.top_k)
+    return SimpleNamespace(argmax=module.argmax, top_k=module.top_k, keep_allowed=module.keep_allowed)
 
 
 @pytest.fixture(params=["numpy", "native"])
@@ -95,3 +95,19 @@ def test_senseless_calls_of_the_native_pair_are_refused():
     for call in (lambda: ops.argmax(np.zeros(0, np.float32)), lambda: ops.top_k(np.zeros(3, np.float32), 0)):
         with pytest.raises(ValueError, match="must"):
             call()
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 500])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.9, 1.0])
+def test_only_logits_with_a_bit_are_kept(ops, size: int, share: float):
+    random = np.random.default_rng(size)
+    bits, logits = random.random(size) < share, random.normal(size=size).astype(np.float32)
+    allowed = np.packbits(np.pad(bits, (0, -size % 32)), bitorder="little").view("<u4").astype(np.uint32)
+    expected = np.where(bits, logits, np.float32(-np.inf))
+    ops.keep_allowed(logits, allowed)
+    assert logits.tolist() == expected.tolist()
+
+
+def test_a_mask_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="a bit for every logit"):
+        implementation("native").keep_allowed(np.zeros(33, np.float32), np.zeros(1, np.uint32))

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from llmctl.errors import LlmctlError, UsageError
 from llmctl.kernels import sample
 from llmctl.kernels.sample import _numpy
-from llmctl.runtime.sampling import processors, sampler
+from llmctl.runtime.sampling import ranking, sampler
 from llmctl.runtime.sampling.params import SamplingParams
-from llmctl.runtime.sampling.processors import apply_penalties, candidates, draw_from_all, softmax
+from llmctl.runtime.sampling.penalties import apply_penalties
+from llmctl.runtime.sampling.ranking import draw_from_all
 from llmctl.runtime.sampling.sampler import Sampler
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -23,6 +24,22 @@ OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 def logits(*values: float) -> np.ndarray:
     return np.array(values, dtype=np.float32)
+
+
+def candidates(row: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and logits that may be drawn, most likely first."""
+    pool = Sampler(params).candidates(row, [])
+    return list(pool.ranked())[-1]
+
+
+def penalized(row: np.ndarray, params: SamplingParams, token_ids: list[int]) -> list[float]:
+    apply_penalties(row, params, token_ids)
+    return row.tolist()
+
+
+def softmax(row: np.ndarray) -> np.ndarray:
+    weights = np.exp(row.astype(np.float64) - float(row.max()))
+    return weights / weights.sum()
 
 
 def logs(*probabilities: float) -> np.ndarray:
@@ -97,18 +114,18 @@ def test_temperature_is_applied_last() -> None:
 
 def test_repetition_penalty_pushes_down_on_both_sides_of_zero() -> None:
     params = SamplingParams(repetition_penalty=2.0)
-    assert apply_penalties(logits(4, -4, 4), params, [0, 1]).tolist() == [2, -8, 4]
+    assert penalized(logits(4, -4, 4), params, [0, 1]) == [2, -8, 4]
 
 
 def test_presence_and_frequency_count_the_window_only() -> None:
     params = SamplingParams(presence_penalty=1.0, frequency_penalty=0.5, repetition_window=3)
-    assert apply_penalties(logits(0, 0, 0), params, [2, 2, 0, 1, 1]).tolist() == [-1.5, -2.0, 0]
+    assert penalized(logits(0, 0, 0), params, [2, 2, 0, 1, 1]) == [-1.5, -2.0, 0]
 
 
 def test_window_zero_is_off_and_minus_one_is_everything() -> None:
     none, everything = (SamplingParams(presence_penalty=1.0, repetition_window=w) for w in (0, -1))
-    assert apply_penalties(logits(0, 0), none, [0, 1]).tolist() == [0, 0]
-    assert apply_penalties(logits(0, 0), everything, [0, *[1] * 200]).tolist() == [-1, -1]
+    assert penalized(logits(0, 0), none, [0, 1]) == [0, 0]
+    assert penalized(logits(0, 0), everything, [0, *[1] * 200]) == [-1, -1]
 
 
 def test_logit_bias_can_force_and_forbid() -> None:
@@ -189,15 +206,15 @@ def sorted_whole(row: np.ndarray, top_p: float, min_p: float) -> list[int]:
 def test_candidates_without_top_k_are_those_of_the_whole_vocabulary(
     monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, int], top_k: object, spread: float
 ) -> None:
-    monkeypatch.setattr(processors, "_FIRST_RANKS", ranks[0])
-    monkeypatch.setattr(processors, "_MORE_RANKS", ranks[1])
-    monkeypatch.setattr(processors, "top_k", top_k)
+    monkeypatch.setattr(ranking, "_FIRST_RANKS", ranks[0])
+    monkeypatch.setattr(ranking, "_MORE_RANKS", ranks[1])
+    monkeypatch.setattr(ranking, "top_k", top_k)
     random = np.random.default_rng(4)
     row = (random.normal(size=3001) * spread).astype(np.float32)
     row[random.integers(0, 3001, 500)] = row[7]  # many are equal
     row[random.integers(0, 3001, 200)] = -np.inf
     for top_p, min_p in [(0.1, 0), (0.5, 0), (0.95, 0), (0.999, 0), (1, 0.5), (1, 1e-3), (1, 1e-30), (0.9, 0.05), (1, 0)]:
-        params = SamplingParams(top_k=0, top_p=top_p, min_p=min_p)
+        params = SamplingParams(top_k=0, top_p=top_p, min_p=min_p, temperature=1.0)
         ids, kept = candidates(row, params)
         assert ids.tolist() == sorted_whole(row, top_p, min_p), (top_p, min_p)
         assert kept.tolist() == row[ids].tolist()
@@ -210,7 +227,7 @@ def test_a_draw_from_all_is_that_of_the_sorted_vocabulary(values: list[float], u
     cumulative = softmax(row[order]).cumsum()
     rank = min(int(cumulative.searchsorted(uniform * cumulative[-1], side="right")), len(order) - 1)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(processors, "_FIRST_RANKS", 1)
+        patched.setattr(ranking, "_FIRST_RANKS", 1)
         drawn = order.tolist().index(draw_from_all(row, uniform))
     # Sums in another order differ in their last bits: at the very border of two tokens either may be drawn.
     assert drawn == rank or abs(cumulative[min(drawn, rank)] / cumulative[-1] - uniform) < 1e-12
@@ -259,7 +276,7 @@ def plain_draw(row: np.ndarray, params: SamplingParams, random: np.random.Genera
 @pytest.mark.parametrize("params", [{}, {"top_k": 0}, {"top_k": 7, "top_p": 1.0}, {"top_k": 500, "min_p": 0.0}, {"top_p": 0.3}])
 def test_draws_are_those_of_a_plain_computation(native: bool, params: dict[str, object], monkeypatch) -> None:
     if not native:
-        for module, names in ((processors, ("argmax", "top_k")), (sampler, ("top_k",))):
+        for module, names in ((ranking, ("argmax", "top_k")), (sampler, ("top_k",))):
             for name in names:
                 monkeypatch.setattr(module, name, getattr(_numpy, name))
     chosen = SamplingParams(seed=4, **params)
