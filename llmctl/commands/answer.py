@@ -14,22 +14,27 @@ from llmctl.commands.signals import on_interrupt
 
 if TYPE_CHECKING:
     from llmctl.runtime.engine import Engine, FinishReason
-    from llmctl.runtime.generation import GenerationStats
+    from llmctl.runtime.generation import GenerationStats, TextEvent
     from llmctl.runtime.loading import LoadedModel, OpenedModel
     from llmctl.runtime.sampling.params import SamplingParams
+    from llmctl.runtime.sampling.sampler import SampledToken
     from llmctl.runtime.tokenizer import Tokenizer
 
 
 @dataclass
 class Answer:
-    """An answer so far: what was shown, the ids behind it, why it ended ("abort": Ctrl-C), and the seed it was drawn with."""
+    """An answer so far: what was shown, the tokens behind it, why it ended ("abort": Ctrl-C), and the seed it was drawn with.
+
+    is_complete: False where it was cut before it was what a grammar asks for.
+    """
 
     stats: GenerationStats
     seed: int
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
     finish_reason: FinishReason = "abort"
     stop_string: str | None = None
+    is_complete: bool = True
 
 
 def stream_answer(
@@ -38,10 +43,11 @@ def stream_answer(
     token_ids: list[int],
     params: SamplingParams,
     stop: list[str],
-    show: Callable[[str], None],
+    take: Callable[[TextEvent], None],
 ) -> Answer:
-    """Generate, passing every piece of text to `show` as it comes. Ctrl-C ends the answer, not the program."""
+    """Generate, passing every event to `take` as it comes. Ctrl-C ends the answer, not the program."""
     from llmctl.runtime.generation import generate_text
+    from llmctl.runtime.sampling.sampler import SampledToken
 
     stream = generate_text(engine, tokenizer, token_ids, params, stop)
     answer = Answer(stream.stats, stream.sequence.sampler.seed)
@@ -49,12 +55,12 @@ def stream_answer(
     with contextlib.closing(stream), on_interrupt(stream.cancel):
         for event in stream:
             if event.token_id is not None:
-                answer.token_ids.append(event.token_id)
-            if event.text:
-                answer.text += event.text
-                show(event.text)
+                answer.tokens.append(SampledToken(event.token_id, event.logprob, event.top_logprobs))
+            answer.text += event.text
+            take(event)
             if event.finish_reason is not None:
                 answer.finish_reason, answer.stop_string = event.finish_reason, event.stop_string
+    answer.is_complete = answer.finish_reason != "length" or stream.sequence.sampler.is_complete
     return answer
 
 
@@ -88,13 +94,31 @@ def describe_model(name: str, model: LoadedModel) -> list[str]:
 
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-ORDER = ("logit_bias", *_PENALTIES, "top_k", "top_p", "min_p", "temperature")
-"""The order in which runtime/sampling applies what shapes a token."""
+_SHOWN_WHEN_ON = {"dry": 0.0, "typical": 1.0, "xtc": 0.0}
+"""Steps of which nothing is said while they are off, and the value that means so."""
+_VALUES = {
+    "penalties": _PENALTIES,
+    "dry": ("dry_multiplier",),
+    "typical": ("typical_p",),
+    "xtc": ("xtc_probability",),
+    "mirostat": ("mirostat_tau",),
+}
+"""The values a step is described by, where it is not one of the step's own name."""
+
+
+def order(params: SamplingParams) -> list[str]:
+    """The values that shape a token in the order in which runtime/sampling applies them, without the logit bias before."""
+    from llmctl.runtime.sampling.params import MIROSTAT_STEPS
+
+    steps = params.samplers if params.mirostat_tau is None else MIROSTAT_STEPS
+    return [value for step in steps for value in _VALUES.get(step, (step,))]
 
 
 def describe_sampling(params: SamplingParams, from_file: dict[str, Any]) -> list[str]:
     """The values used, in the order in which they are applied, for --verbose."""
-    used = [f"{name} {getattr(params, name)}" for name in ORDER[1:]]
+    off = {value: _SHOWN_WHEN_ON[step] for step in _SHOWN_WHEN_ON for value in _VALUES[step]}
+    names = [name for name in order(params) if name not in off or getattr(params, name) != off[name]]
+    used = [f"{name} {getattr(params, name)}" for name in names]
     bias = f"logit_bias on {len(params.logit_bias)} tokens -> " if params.logit_bias else ""
     limit = "until the end token" if params.max_tokens is None else f"at most {params.max_tokens} tokens"
     greedy = ", so greedy" if params.is_greedy else ""
@@ -113,7 +137,13 @@ def describe_stats(stats: GenerationStats) -> list[str]:
         prompt + (f", {prefill:.1f} tokens/s" if prefill else ""),
         f"generated: {stats.completion_tokens} tokens" + (f", {decode:.1f} tokens/s" if decode else ""),
         *([f"first token after: {first:.0f} ms"] if first is not None else []),
+        *([_describe_constraints(stats)] if stats.constraint_s and stats.completion_tokens else []),
     ]
+
+
+def _describe_constraints(stats: GenerationStats) -> str:
+    each, share = stats.constraint_s / stats.completion_tokens, stats.constraint_s / (stats.prefill_s + stats.decode_s)
+    return f"grammar and banned strings: {each * 1e6:.0f} µs a token, {share:.1%} of the time"
 
 
 def describe_limit(answer: Answer, params: SamplingParams, context_length: int) -> str:

@@ -78,7 +78,7 @@ class Conversation:
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         ids, tokenizer, stop = self.token_ids(asked), self.model.tokenizer, self.session.request.stop
-        answer = stream_answer(self.engine, tokenizer, ids, self.params, stop, show_text)
+        answer = stream_answer(self.engine, tokenizer, ids, self.params, stop, lambda event: show_text(event.text))
         console.result()
         self.last = answer
         if answer.text:

@@ -1,15 +1,14 @@
-"""One prompt, one answer: text or a JSON document on stdout, everything else on stderr."""
+"""One prompt, one answer: text, a JSON document or JSON events on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from llmctl.commands import console
+from llmctl.commands import answer_json, console
 from llmctl.commands.answer import (
-    ORDER,
     Answer,
     describe_limit,
     describe_model,
@@ -19,58 +18,71 @@ from llmctl.commands.answer import (
     show_text,
     stream_answer,
 )
+from llmctl.errors import LlmctlError
 
 if TYPE_CHECKING:
     from llmctl.commands.session import Session
+    from llmctl.runtime.generation import TextEvent
     from llmctl.runtime.loading import LoadedModel
 
 INTERRUPTED = 130
 
 
 def answer_once(session: Session, prompt: str) -> None:
-    """Answer and print. Ctrl-C leaves what there is of the answer and exits with 130."""
+    """Answer and print. Ctrl-C leaves what there is of the answer and exits with 130.
+
+    Errors: LlmctlError, after the answer, if it was cut before it was what a grammar asks for.
+    """
     from llmctl.runtime.engine import Engine
     from llmctl.runtime.engine.engine import check_prompt
 
-    token_ids = encode(session, prompt)
+    messages = None if session.template is None else session.messages(prompt)
+    token_ids = encode(session, prompt, messages)
     check_prompt(token_ids, session.opened.num_tokens, session.opened.context_length)
     model, load_s = load_weights(session.opened, session.request.threads)
     for line in [*describe_model(session.request.name, model), *describe_sampling(session.params, session.from_file)]:
         console.detail(line)
     answer = _generate(session, Engine(model), token_ids)
     if session.request.json:
-        console.print_json(_document(session, model, answer, load_s))
+        console.print_json(answer_json.document(session, model, answer, load_s))
+    if session.request.json_lines:
+        console.print_json({"event": "end", **answer_json.document(session, model, answer, load_s)}, indent=None)
     _report(session, model, answer, load_s)
     if answer.finish_reason == "abort":
         raise typer.Exit(INTERRUPTED)
 
 
-def encode(session: Session, prompt: str) -> list[int]:
-    """The prompt as ids: through the chat template, or as raw text where there is none. Errors: ChatTemplateError."""
+def encode(session: Session, prompt: str, messages: list[dict[str, Any]] | None) -> list[int]:
+    """The messages as ids, through the chat template; or, without messages, the prompt as raw text.
+
+    Errors: ChatTemplateError.
+    """
     from llmctl.runtime.tokenizer.chat_template import encode_chat
 
-    tokenizer, request = session.opened.tokenizer, session.request
-    if session.template is None:
-        if not request.raw:
-            console.info("This model has no chat template: the prompt is completed as raw text, as with --no-chat.")
-        return tokenizer.encode(prompt, parse_special=True)
-    system = [{"role": "system", "content": request.system}] if request.system is not None else []
-    return encode_chat(tokenizer, [*system, {"role": "user", "content": prompt}], template=session.template)
+    tokenizer = session.opened.tokenizer
+    if messages is not None:
+        return encode_chat(tokenizer, messages, template=session.template)
+    if not session.request.raw:
+        console.info("This model has no chat template: the prompt is completed as raw text, as with --no-chat.")
+    return tokenizer.encode(prompt, parse_special=True)
 
 
 def _generate(session: Session, engine: Any, token_ids: list[int]) -> Answer:
     """Stream the answer to stdout, and end its last line whatever happens. With --json nothing is shown yet."""
-    request, tail = session.request, [""]
-
-    def show(text: str) -> None:
-        show_text(text)
-        tail[0] = text
-
-    tokenizer = session.opened.tokenizer
+    request, params, tokenizer = session.request, session.params, session.opened.tokenizer
     if request.json:
-        return stream_answer(engine, tokenizer, token_ids, session.params, request.stop, lambda text: None)
+        return stream_answer(engine, tokenizer, token_ids, params, request.stop, lambda event: None)
+    if request.json_lines:
+        return stream_answer(engine, tokenizer, token_ids, params, request.stop, _events(session, len(token_ids)))
+    tail = [""]
+
+    def show(event: TextEvent) -> None:
+        if event.text:
+            show_text(event.text)
+            tail[0] = event.text
+
     try:
-        return stream_answer(engine, tokenizer, token_ids, session.params, request.stop, show)
+        return stream_answer(engine, tokenizer, token_ids, params, request.stop, show)
     except KeyboardInterrupt:  # a second Ctrl-C, before the step under way was done
         raise typer.Exit(INTERRUPTED) from None
     finally:
@@ -78,52 +90,28 @@ def _generate(session: Session, engine: Any, token_ids: list[int]) -> Answer:
             console.result()
 
 
+def _events(session: Session, prompt_tokens: int) -> Callable[[TextEvent], None]:
+    """Begins the lines of --json-lines; returns what writes one for each token."""
+    console.print_json({"event": "start", "model": session.request.name, "prompt_tokens": prompt_tokens}, indent=None)
+
+    def write(event: TextEvent) -> None:
+        if event.text or event.token_id is not None:
+            console.print_json(answer_json.token_event(session.opened.tokenizer, session.params, event), indent=None)
+
+    return write
+
+
 def _report(session: Session, model: LoadedModel, answer: Answer, load_s: float) -> None:
-    """What stderr is told after the answer."""
+    """What stderr is told after the answer. Errors: LlmctlError, as `answer_once`."""
     from llmctl.runtime.machine import peak_memory
 
-    if answer.finish_reason == "length":
-        console.info(describe_limit(answer, session.params, model.context_length))
     for line in describe_stats(answer.stats):
         console.detail(line)
     peak = peak_memory()
     console.detail(f"loaded in {load_s:.2f} s" + (f", peak memory {console.format_bytes(peak)}" if peak else ""))
-
-
-def _document(session: Session, model: LoadedModel, answer: Answer, load_s: float) -> dict[str, Any]:
-    from llmctl.runtime.machine import peak_memory
-
-    stats, ops = answer.stats, model.ops
-    return {
-        "model": session.request.name,
-        "path": model.checkpoint.path,
-        "family": model.config.family,
-        "backend": ops.name,
-        "device": ops.device,
-        "dtype": ops.dtype,
-        "kv_type": model.kv_type,
-        "activations": model.activations,
-        "threads": ops.threads,
-        "context_length": model.context_length,
-        "chat_template": session.template is not None,
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.finish_reason,
-        "stop_string": answer.stop_string,
-        "usage": {
-            "prompt_tokens": stats.prompt_tokens,
-            "cached_tokens": stats.cached_tokens,
-            "completion_tokens": stats.completion_tokens,
-            "total_tokens": stats.prompt_tokens + stats.completion_tokens,
-        },
-        "timings": {
-            "load_s": load_s,
-            "ttft_ms": stats.ttft_ms,
-            "prefill_s": stats.prefill_s,
-            "decode_s": stats.decode_s,
-            "prefill_tokens_per_s": stats.prefill_tokens_per_s,
-            "decode_tokens_per_s": stats.decode_tokens_per_s,
-        },
-        "peak_memory_bytes": peak_memory(),
-        "sampling": {**asdict(session.params), "seed": answer.seed, "stop": session.request.stop, "order": ORDER},
-    }
+    if answer.finish_reason != "length":
+        return
+    limit = describe_limit(answer, session.params, model.context_length)
+    if not answer.is_complete:
+        raise LlmctlError(f"{limit} It is not yet what {session.request.structure.flag} asks for")
+    console.info(limit)

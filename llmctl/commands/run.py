@@ -6,6 +6,7 @@ from pathlib import Path
 
 from llmctl.commands import console
 from llmctl.commands import run_options as opt
+from llmctl.commands import sampling_options as smp
 from llmctl.commands.options import (
     ActivationsOption,
     AsOption,
@@ -35,14 +36,31 @@ def run(
     as_family: AsOption = None,
     max_tokens: opt.MaxTokensOption = None,
     stop: opt.StopOption = None,
-    temp: opt.TempOption = None,
-    top_k: opt.TopKOption = None,
-    top_p: opt.TopPOption = None,
-    min_p: opt.MinPOption = None,
-    repeat_penalty: opt.RepeatPenaltyOption = None,
-    presence_penalty: opt.PresencePenaltyOption = None,
-    frequency_penalty: opt.FrequencyPenaltyOption = None,
-    logit_bias: opt.LogitBiasOption = None,
+    json_schema: opt.JsonSchemaOption = None,
+    regex: opt.RegexOption = None,
+    grammar: opt.GrammarOption = None,
+    temp: smp.TempOption = None,
+    top_k: smp.TopKOption = None,
+    top_p: smp.TopPOption = None,
+    min_p: smp.MinPOption = None,
+    typical: smp.TypicalOption = None,
+    repeat_penalty: smp.RepeatPenaltyOption = None,
+    presence_penalty: smp.PresencePenaltyOption = None,
+    frequency_penalty: smp.FrequencyPenaltyOption = None,
+    repeat_last_n: smp.RepeatLastNOption = None,
+    dry_multiplier: smp.DryMultiplierOption = None,
+    dry_base: smp.DryBaseOption = None,
+    dry_allowed_length: smp.DryAllowedLengthOption = None,
+    dry_penalty_last_n: smp.DryLastNOption = None,
+    dry_sequence_breaker: smp.DryBreakerOption = None,
+    xtc_probability: smp.XtcProbabilityOption = None,
+    xtc_threshold: smp.XtcThresholdOption = None,
+    mirostat: smp.MirostatOption = None,
+    mirostat_ent: smp.MirostatEntOption = None,
+    mirostat_lr: smp.MirostatLrOption = None,
+    samplers: smp.SamplersOption = None,
+    logit_bias: smp.LogitBiasOption = None,
+    ban: smp.BanOption = None,
     seed: SeedOption = None,
     ctx_size: CtxSizeOption = None,
     threads: ThreadsOption = None,
@@ -52,6 +70,8 @@ def run(
     device: DeviceOption = "cpu",
     backend: BackendOption = "auto",
     json: JsonOption = False,
+    json_lines: opt.JsonLinesOption = False,
+    logprobs: opt.LogprobsOption = None,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -61,18 +81,29 @@ def run(
     Sampling: the command line beats what the model's file recommends, and that beats the defaults.
     """
     from llmctl.commands.prompt_input import split_arguments, text_argument
+    from llmctl.commands.structure import structure
 
-    sampling = {
+    given = {
         "temperature": temp,
         "top_k": top_k,
         "top_p": top_p,
         "min_p": min_p,
+        "typical_p": typical,
         "repetition_penalty": repeat_penalty,
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
+        "repetition_window": repeat_last_n,
+        "dry_multiplier": dry_multiplier,
+        "dry_base": dry_base,
+        "dry_allowed_length": dry_allowed_length,
+        "dry_window": dry_penalty_last_n,
+        "xtc_probability": xtc_probability,
+        "xtc_threshold": xtc_threshold,
+        "samplers": smp.sampler_order(samplers),
         "seed": seed,
         "max_tokens": None if max_tokens == -1 else max_tokens,
-        "logit_bias": _biases(logit_bias or []) or None,
+        "logit_bias": smp.biases(logit_bias),
+        "num_logprobs": logprobs,
     }
     spec, argument = split_arguments(model, words, prompt)
     request = Request(
@@ -81,7 +112,7 @@ def run(
         template=_template(chat_template),
         raw=no_chat,
         stop=[text_argument(text, "--stop") for text in stop or []],
-        sampling={name: value for name, value in sampling.items() if value is not None},
+        sampling=smp.sampling_values(given, mirostat=mirostat, ent=mirostat_ent, lr=mirostat_lr),
         loading={
             "backend": backend,
             "device": device,
@@ -93,6 +124,10 @@ def run(
         },
         threads=threads,
         json=json,
+        json_lines=json_lines,
+        structure=structure(json_schema, regex, grammar),
+        banned=[text_argument(text, "--ban") for text in ban or []],
+        breakers=smp.breakers(dry_sequence_breaker, is_on=bool(dry_multiplier)),
     )
     _check(request)
     _require_known_model(request, is_lone=model is not None and words is None and prompt is None)
@@ -100,7 +135,7 @@ def run(
 
 
 def _dispatch(request: Request, prompt: str | None) -> None:
-    if prompt is None and (request.json or request.raw or not console.is_interactive()):
+    if prompt is None and (request.json or request.json_lines or request.raw or not console.is_interactive()):
         raise UsageError(
             "there is no prompt: give one as an argument, with -p or -f, or on stdin"
             + (" (a chat needs stdin and stdout to be a terminal)" if not console.is_interactive() else "")
@@ -114,21 +149,6 @@ def _dispatch(request: Request, prompt: str | None) -> None:
         from llmctl.commands.one_shot import answer_once
 
         answer_once(session, prompt)
-
-
-def _biases(options: list[str]) -> dict[int, float]:
-    """--logit-bias options as {id: bias}. Errors: UsageError."""
-    found: dict[int, float] = {}
-    for option in options:
-        token_id, _, bias = option.partition("=")
-        try:
-            key, value = int(token_id), float(bias)
-        except ValueError:
-            raise UsageError(f"--logit-bias {option}: expected ID=BIAS, as in 128=-inf") from None
-        if key in found:
-            raise UsageError(f"--logit-bias names token {key} twice")
-        found[key] = value
-    return found
 
 
 def _template(path: Path | None) -> str | None:
@@ -145,12 +165,15 @@ def _template(path: Path | None) -> str | None:
 def _check(request: Request) -> None:
     """Refuse what can be refused before any model is looked for. Errors: UsageError."""
     from llmctl.kernels.backend import choose_compute
-    from llmctl.runtime.sampling.params import SamplingParams
 
-    SamplingParams(**request.sampling)
     choose_compute(**{name: value for name, value in request.loading.items() if name not in ("ctx_size", "family")})
-    if "" in request.stop:
-        raise UsageError("--stop needs some text, found an empty one")
+    for flag, texts in (("--stop", request.stop), ("--ban", request.banned)):
+        if "" in texts:
+            raise UsageError(f"{flag} needs some text, found an empty one")
+    if request.json and request.json_lines:
+        raise UsageError("--json and --json-lines exclude each other")
+    if "num_logprobs" in request.sampling and not (request.json or request.json_lines):
+        raise UsageError("--logprobs are a part of --json and --json-lines: add one of them")
     if request.raw and request.template:
         raise UsageError("--no-chat uses no template: leave out --chat-template")
     if request.raw and request.system is not None:

@@ -30,13 +30,9 @@ PromptArgument = Annotated[
     ),
 ]
 PromptOption = Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, as an option.")]
-FileOption = Annotated[
-    Path | None, typer.Option("--file", "--prompt-file", "-f", help="A UTF-8 file, put before the prompt.")
-]
+FileOption = Annotated[Path | None, typer.Option("--file", "--prompt-file", "-f", help="A UTF-8 file, put before the prompt.")]
 SystemOption = Annotated[str | None, typer.Option("--system", help="The system message.")]
-NoChatOption = Annotated[
-    bool, typer.Option("--no-chat", help="Complete the prompt as raw text, without a chat template.")
-]
+NoChatOption = Annotated[bool, typer.Option("--no-chat", help="Complete the prompt as raw text, without a chat template.")]
 ChatTemplateOption = Annotated[
     Path | None, typer.Option("--chat-template", help="A Jinja file instead of the model's own template.")
 ]
@@ -60,7 +56,10 @@ GrammarOption = Annotated[
 LogprobsOption = Annotated[
     int | None,
     typer.Option(
-        "--logprobs", metavar="N", min=0, help="With --json: log-probabilities of the tokens and of the N likeliest at each place."
+        "--logprobs",
+        metavar="N",
+        min=0,
+        help="With --json: log-probabilities of the tokens and of the N likeliest at each place.",
     ),
 ]
 JsonLinesOption = Annotated[

@@ -27,7 +27,9 @@ MinPOption = Annotated[
 TypicalOption = Annotated[
     float | None,
     typer.Option(
-        "--typical", help="Keep the tokens of about the expected surprise that reach this probability; 1: off.", show_default="1.0"
+        "--typical",
+        help="Keep the tokens of about the expected surprise that reach this probability; 1: off.",
+        show_default="1.0",
     ),
 ]
 RepeatPenaltyOption = Annotated[
@@ -65,7 +67,7 @@ DryBreakerOption = Annotated[
         "--dry-sequence-breaker",
         metavar="TEXT",
         help="A token that holds this ends a repetition. Repeatable; none: no text does.",
-        show_default="line break : \" *",
+        show_default='line break : " *',
     ),
 ]
 XtcProbabilityOption = Annotated[
@@ -77,14 +79,14 @@ XtcThresholdOption = Annotated[
 ]
 MirostatOption = Annotated[
     int | None,
-    typer.Option("--mirostat", metavar="0|2", help="2: keep the surprise of the text even, in place of all cuts.", show_default="0"),
+    typer.Option(
+        "--mirostat", metavar="0|2", help="2: keep the surprise of the text even, in place of all cuts.", show_default="0"
+    ),
 ]
 MirostatEntOption = Annotated[
     float | None, typer.Option("--mirostat-ent", help="The surprise it aims at, in bits.", show_default="5.0")
 ]
-MirostatLrOption = Annotated[
-    float | None, typer.Option("--mirostat-lr", help="How fast it gets there.", show_default="0.1")
-]
+MirostatLrOption = Annotated[float | None, typer.Option("--mirostat-lr", help="How fast it gets there.", show_default="0.1")]
 SamplersOption = Annotated[
     str | None,
     typer.Option(

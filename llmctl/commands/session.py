@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from llmctl.commands import console
 from llmctl.errors import FormatError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
+    from llmctl.commands.structure import Structure
     from llmctl.runtime.loading import OpenedModel
     from llmctl.runtime.sampling.params import SamplingParams
 
@@ -20,7 +21,8 @@ class Request:
     """What the command line asks for, but for the prompt.
 
     spec: the model, None for the default one. template: the source of --chat-template. raw: --no-chat. sampling: the values
-    given, by the names of SamplingParams. loading: keyword arguments of `open_model`.
+    given, by the names of SamplingParams. loading: keyword arguments of `open_model`. json_lines: events instead of one document.
+    structure: what answers must be. banned: what they must not hold. breakers: texts that end a repetition for DRY.
     """
 
     spec: str | None
@@ -32,6 +34,10 @@ class Request:
     loading: dict[str, Any]
     threads: int | None
     json: bool
+    json_lines: bool = False
+    structure: Structure | None = None
+    banned: list[str] = field(default_factory=list)
+    breakers: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -57,6 +63,11 @@ class Session:
             return None
         return self.request.template or self.opened.tokenizer.chat_templates.get("default")
 
+    def messages(self, prompt: str) -> list[dict[str, str]]:
+        """A conversation of this one question, after the system message if there is one."""
+        system = [{"role": "system", "content": self.request.system}] if self.request.system is not None else []
+        return [*system, {"role": "user", "content": prompt}]
+
 
 def open_session(request: Request) -> Session:
     """Find the model, pulling it if need be, and open it; no backend is imported yet."""
@@ -73,12 +84,28 @@ def open_session(request: Request) -> Session:
     if surplus is not None:
         raise UsageError(f"--logit-bias: the model has tokens 0 to {opened.num_tokens - 1}, found {surplus}")
     from_file = {k: v for k, v in sampling_defaults(opened.checkpoint).items() if k not in request.sampling}
-    session = Session(request, opened, _merge(request, from_file, path), from_file)
+    params = replace(_merge(request, from_file, path), **_of_the_vocabulary(request, opened))
+    session = Session(request, opened, params, from_file)
     if session.template is None and request.system is not None:
         raise UsageError(
             f"{path}: without a chat template --system has no place: put it into the prompt, or use --chat-template FILE"
         )
     return session
+
+
+def _of_the_vocabulary(request: Request, opened: OpenedModel) -> dict[str, Any]:
+    """What of SamplingParams depends on the model's tokens."""
+    from llmctl.runtime.constraints.banned import BannedStrings
+    from llmctl.runtime.constraints.grammar import Grammar
+    from llmctl.runtime.constraints.token_texts import breakers
+
+    tokenizer, count, found = opened.tokenizer, opened.num_tokens, []
+    if request.structure is not None:
+        found.append(Grammar(request.structure.grammar, tokenizer, count, opened.eos_token_ids))
+    if request.banned:
+        found.append(BannedStrings(tokenizer, count, request.banned))
+    dry = {"dry_breakers": breakers(tokenizer, count, request.breakers)} if request.sampling.get("dry_multiplier") else {}
+    return {"constraints": tuple(found), **dry}
 
 
 def _merge(request: Request, from_file: dict[str, Any], path: Path) -> SamplingParams:

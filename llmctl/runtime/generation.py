@@ -29,13 +29,15 @@ class TextEvent:
 
 @dataclass
 class GenerationStats:
-    """Counts and times of one generation. Rates are None where nothing was measured."""
+    """Counts and times of one generation. Rates are None where nothing was measured. constraint_s: what of the other two times
+    went to grammars and banned strings."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    constraint_s: float = 0.0
 
     @property
     def ttft_ms(self) -> float | None:
@@ -158,6 +160,7 @@ class TextStream:
         if output.token is None:
             return
         self.stats.completion_tokens += 1
+        self.stats.constraint_s = self.sequence.sampler.constraint_s
         if self.stats.completion_tokens == 1:
             self.stats.prefill_s, self.stats.cached_tokens = seconds, self.sequence.num_cached_tokens
         else:

@@ -84,6 +84,11 @@ class OpenedModel:
         rows = self.config.vocab_size
         return min(rows, self.tokenizer.num_used_tokens) if self.tokenizer else rows
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer: the union of every source."""
+        return _end_tokens(self.weights, self.tokenizer)
+
     def load(self, *, threads: int | None = None, progress: Callable[[int, int], None] | None = None) -> LoadedModel:
         """Prepare the weights for the backend. threads: None for as many as `default_threads` says. progress: called with
         (done, total) layers."""
@@ -102,7 +107,7 @@ class OpenedModel:
             activations=self.compute.activations,
             context_length=self.context_length,
             max_cache_bytes=self.max_cache_bytes,
-            eos_token_ids=_end_tokens(self.weights, self.tokenizer),
+            eos_token_ids=self.eos_token_ids,
             num_tokens=self.num_tokens,
         )
 
@@ -177,12 +182,14 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-_HF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_HF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 _GGUF_SAMPLING = {
     "temperature": "temp",
     "top_k": "top_k",
     "top_p": "top_p",
     "min_p": "min_p",
+    "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold",
     "repetition_penalty": "penalty_repeat",
     "repetition_window": "penalty_last_n",
 }

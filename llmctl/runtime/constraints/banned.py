@@ -36,7 +36,7 @@ class BannedConstraint:
     """One answer so far."""
 
     def __init__(self, strings: BannedStrings) -> None:
-        self._strings, self._tail = strings, b""
+        self._strings, self._tail, self.is_complete = strings, b"", True
 
     def forbid(self, logits: np.ndarray) -> None:
         """As `Constraint`."""

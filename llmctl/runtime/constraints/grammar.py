@@ -16,6 +16,8 @@ from llmctl.kernels.sample import keep_allowed
 from llmctl.runtime.tokenizer import Tokenizer
 
 Kind = Literal["json_schema", "regex", "grammar"]
+_JSON_SPACE = r"( |\n {0,24})?"
+"""White space between two tokens of JSON: compact or indented. Without a bound a weak model may add to it for ever."""
 _SPECIAL = b"\xff"  # how llguidance tells a control token from text that is spelled the same
 
 
@@ -26,7 +28,10 @@ def compile_grammar(kind: Kind, source: str) -> tuple[str, list[str]]:
     """
     llguidance = _library()
     try:
-        grammar = llguidance.grammar_from(kind, source)
+        if kind == "json_schema":
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": _JSON_SPACE})
+        else:
+            grammar = llguidance.grammar_from(kind, source)
     except ValueError as error:
         raise UsageError(_reason(str(error))) from None
     failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
@@ -105,7 +110,7 @@ class _Vocabulary:
         ids, before = self._tokenizer.encode("\n" + text, add_special=False), b""
         for count, token_id in enumerate(ids):
             before += self._tokenizer.token_bytes(token_id)
-            if before.endswith(b"\n"):
+            if before in (b"\n", b" \n"):
                 return ids[count + 1 :]
         return self._tokenizer.encode(text, add_special=False)
 

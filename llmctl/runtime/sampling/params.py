@@ -23,6 +23,10 @@ _PENALTIES = ("penalties", "dry")
 class Constraint(Protocol):
     """What one sequence may say: a grammar, forbidden strings. It has a state, so every sequence has its own."""
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer may end here."""
+
     def forbid(self, logits: np.ndarray) -> None:
         """Set the logits [V] of the tokens that may not come next to −inf, in place."""
 

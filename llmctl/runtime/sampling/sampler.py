@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,7 +30,10 @@ class SampledToken:
 
 class Sampler:
     """Draws tokens for one sequence. Its generator is its own, so a draw depends on the seed and the sequence alone:
-    not on threads, and not on what else shares the batch."""
+    not on threads, and not on what else shares the batch.
+
+    constraint_s: seconds that went to the constraints so far.
+    """
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
@@ -38,6 +42,7 @@ class Sampler:
         self._is_greedy = params.is_greedy
         self._steps = params.penalty_steps if params.is_greedy else steps.fused(params.steps)
         self._constraints = [make() for make in params.constraints]
+        self.constraint_s = 0.0
         self._surprise_limit = 2.0 * (params.mirostat_tau or 0.0)  # where mirostat begins
 
     def sample(self, logits: np.ndarray, token_ids: Sequence[int]) -> SampledToken:
@@ -46,8 +51,7 @@ class Sampler:
         LlmctlError if the model computed something that is not a number, or nothing is left that may be drawn.
         """
         token_id = self._choose(self._allowed(logits), token_ids)
-        for constraint in self._constraints:
-            constraint.accept(token_id)
+        self._accept(token_id)
         if self.params.num_logprobs is None:
             return SampledToken(token_id)
         normalizer = log_normalizer(logits)
@@ -55,17 +59,33 @@ class Sampler:
         alternatives = list(zip(ids.tolist(), (best.astype(np.float64) - normalizer).tolist(), strict=True))
         return SampledToken(token_id, float(logits[token_id]) - normalizer, dict(alternatives[: self.params.num_logprobs]))
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every constraint lets the answer end here."""
+        return all(constraint.is_complete for constraint in self._constraints)
+
     def _allowed(self, logits: np.ndarray) -> np.ndarray:
         """The logits with bias and constraints: a copy, or the same array where there are none."""
         if not self.params.logit_bias and not self._constraints:
             return logits
         logits = logits.copy()
         apply_bias(logits, self.params)
+        if not self._constraints:
+            return logits
+        begin = time.perf_counter()
         for constraint in self._constraints:
             constraint.forbid(logits)
-        if self._constraints and logits[most_likely(logits)] == -np.inf:
+        if logits[most_likely(logits)] == -np.inf:
             raise LlmctlError("no token may follow: what the answer must be and what it must not say exclude each other")
+        self.constraint_s += time.perf_counter() - begin
         return logits
+
+    def _accept(self, token_id: int) -> None:
+        if self._constraints:
+            begin = time.perf_counter()
+            for constraint in self._constraints:
+                constraint.accept(token_id)
+            self.constraint_s += time.perf_counter() - begin
 
     def _choose(self, logits: np.ndarray, token_ids: Sequence[int]) -> int:
         pool = self.candidates(logits, token_ids)

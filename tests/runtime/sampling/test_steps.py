@@ -283,7 +283,7 @@ class Only:
     """Allows these tokens, and remembers what came."""
 
     def __init__(self, *allowed: int) -> None:
-        self.allowed, self.seen = list(allowed), []
+        self.allowed, self.seen, self.is_complete = list(allowed), [], True
 
     def forbid(self, logits: np.ndarray) -> None:
         others = np.ones(len(logits), bool)
