@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from llmctl.commands.answer import Answer, order
@@ -43,15 +43,15 @@ def document(session: Session, model: LoadedModel, answer: Answer, load_s: float
 
 def answer_fields(tokenizer: Tokenizer, params: SamplingParams, answer: Answer) -> dict[str, Any]:
     """What was said and why it ended; log-probabilities where they were asked for."""
-    fields = {
+    said = {
         "text": answer.text,
         "token_ids": [token.token_id for token in answer.tokens],
         "finish_reason": answer.finish_reason,
         "stop_string": answer.stop_string,
     }
     if params.num_logprobs is not None:
-        fields["logprobs"] = [logprob_entry(tokenizer, token) for token in answer.tokens]
-    return fields
+        said["logprobs"] = [logprob_entry(tokenizer, token) for token in answer.tokens]
+    return said
 
 
 def logprob_entry(tokenizer: Tokenizer, token: SampledToken) -> dict[str, Any]:
@@ -102,9 +102,8 @@ def timings(stats: GenerationStats, load_s: float) -> dict[str, float | None]:
 
 def sampling_fields(params: SamplingParams, request: Request, seed: int) -> dict[str, Any]:
     """How tokens were chosen, in JSON's own types."""
-    values = asdict(params)
-    for name in ("constraints", "dry_breakers", "samplers"):  # functions, ids of the texts below, and what "order" says
-        del values[name]
+    left_out = ("constraints", "dry_breakers", "samplers")  # functions, ids of the texts below, and what "order" says
+    values = {field.name: getattr(params, field.name) for field in fields(params) if field.name not in left_out}
     texts = {"stop": request.stop, "banned": request.banned, "dry_breakers": request.breakers if params.dry_multiplier else []}
     must = request.structure.flag if request.structure else None
     return {**values, "seed": seed, **texts, "structure": must, "order": ["logit_bias", *order(params)]}
