@@ -202,7 +202,7 @@ def make_packed_model(source: Path, out: Path, choices: Choices | None = None, *
     skipped = []
     for name, weight in load_file(source / "model.safetensors").items():
         module, _, kind = name.rpartition(".")
-        wanted = module.endswith("_proj") or (choices.head and module == "lm_head")
+        wanted = module.endswith(("_proj", "_proj_with_mqa")) or (choices.head and module == "lm_head")
         if kind != "weight" or not wanted or module.endswith(choices.skip or ("\0",)):
             packed[name], plain[name] = weight, weight
             skipped += [module] if wanted and kind == "weight" else []

@@ -36,6 +36,7 @@ from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
 from llmctl.runtime.checkpoint.safetensors_writer import SafetensorsWriter
 from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.loading import sampling_defaults
+from llmctl.runtime.models.latent_parts import join_parts, whole_name
 from llmctl.runtime.models.registry import chosen_family
 from llmctl.runtime.models.weights import ModelWeights
 from llmctl.runtime.tokenizer.folder_files import tokenizer_files
@@ -67,10 +68,11 @@ Files = tuple[dict[str, bytes], list[str]]  # name → content, and warnings
 
 @dataclass(frozen=True)
 class FolderTensor:
-    """One tensor to be written. name: ours. source: how it is stored where it is read. written: the name in the folder.
-    shape: torch order, as written. transposed: with its axes swapped."""
+    """One tensor to be written. name: ours. parts: our names of what it is read as. source: how it is stored where it is read.
+    written: the name in the folder. shape: torch order, as written. transposed: with its axes swapped."""
 
     name: str
+    parts: tuple[str, ...]
     source: str
     written: str
     shape: tuple[int, ...]
@@ -130,7 +132,7 @@ def plan_folder(
     weights = ModelWeights(checkpoint, chosen_family(family))
     needed = needed_names(weights)
     left_out = left_out_of(weights, needed)
-    tensors = [_tensor(weights, name) for name in needed]
+    tensors = _tensors(weights, needed)
     form = _chosen_type(tensors, type_name)
     try:
         if isinstance(checkpoint, GgufCheckpoint):
@@ -151,11 +153,22 @@ def _sources(checkpoint: GgufCheckpoint | SafetensorsCheckpoint) -> list[Path]:
     return [*checkpoint.files, *([checkpoint.folder] if isinstance(checkpoint, SafetensorsCheckpoint) else [])]
 
 
-def _tensor(weights: ModelWeights, name: str) -> FolderTensor:
-    stored, spelling = weights.stored(name), weights.family.hf_names
+def _tensors(weights: ModelWeights, needed: Sequence[str]) -> list[FolderTensor]:
+    """In the order of the forward pass."""
+    parts: dict[str, list[str]] = {}
+    for name in needed:
+        parts.setdefault(whole_name(name), []).append(name)
+    return [_tensor(weights, name, tuple(names)) for name, names in parts.items()]
+
+
+def _tensor(weights: ModelWeights, name: str, parts: tuple[str, ...]) -> FolderTensor:
+    stored, spelling = [weights.stored(part) for part in parts], weights.family.hf_names
     transposed = spelling.is_transposed(name)
-    shape = stored.shape[::-1] if transposed else stored.shape
-    return FolderTensor(name, stored.form, spelling.to_folder(name), shape, transposed)
+    shape = stored[0].shape[::-1] if transposed else stored[0].shape
+    if len(parts) > 1:
+        (heads, rank, keys), (_, values, _) = (part.shape for part in stored)
+        shape = heads * (keys + values), rank
+    return FolderTensor(name, parts, stored[0].form, spelling.to_folder(name), shape, transposed)
 
 
 def _chosen_type(tensors: list[FolderTensor], type_name: str) -> Format:
@@ -240,7 +253,8 @@ def write_folder(
                 writer.declare(tensor.written, plan.form, tensor.shape)
             for tensor in plan.tensors:
                 writer.write(tensor.written, _parts(plan, tensor, written))
-                plan.weights.release(tensor.name)
+                for part in tensor.parts:
+                    plan.weights.release(part)
                 done += tensor.num_elements * PLAIN_DTYPES[plan.form.name].itemsize
                 if progress is not None:
                     progress(done, plan.nbytes)
@@ -255,8 +269,10 @@ def _parts(plan: FolderPlan, tensor: FolderTensor, written: FolderWritten) -> It
     what = f"{plan.path}: tensor {quoted(tensor.name)}"
     changed = odd = False
     try:
-        stored = plan.weights.read(tensor.name)
+        stored = plan.weights.read(tensor.parts[0])
         was_plain = isinstance(stored, np.ndarray)
+        if len(tensor.parts) > 1:
+            stored = join_parts(dequantize(stored), dequantize(plan.weights.read(tensor.parts[1])))
         if tensor.transposed:  # only whole rows of the one are columns of the other
             stored = np.ascontiguousarray((stored if was_plain else dequantize(stored)).T)
         for rows in _chunks(stored):

@@ -89,6 +89,8 @@ class TileRun : public BlockRun<TileRun> {
  public:
   using BlockRun::BlockRun;
 
+  static bool serves(const KvShape& shape) { return pair_pages(shape); }
+
   void run(float* partials) {
     BlockRun::run(partials);
     _tile_release();
@@ -97,7 +99,7 @@ class TileRun : public BlockRun<TileRun> {
   void begin_values() {
     if (!resident()) return;
     for (int64_t step = item_range_.low / kStepKeys; step * kStepKeys < item_range_.high; ++step) {
-      copy_step(step, 0, dim_ / 16, item_range_, values_ + step * step_bytes());
+      copy_step(step, 0, value_dim_ / 16, item_range_, values_ + step * step_bytes());
     }
   }
 
@@ -137,15 +139,17 @@ class TileRun : public BlockRun<TileRun> {
 
  private:
   bool resident() const { return rows_ > kBlockRows; }   // whether a partition's values are copied at once
-  int64_t step_bytes() const { return dim_ / 16 * kTileBytes; }
+  int64_t step_bytes() const { return value_dim_ / 16 * kTileBytes; }
 
   // Values of 32 keys in `count` columns of tiles from the column `first` on.
   void copy_step(int64_t step, int64_t first, int64_t count, Range range, uint8_t* tiles) const {
     for (int64_t half = 0; half < 2; ++half) {
       int64_t page = 2 * step + half;
       for (int64_t c = 0; c < count; ++c) {
-        copy_values(value_pages_[page] + (first + c) * 64, dim_ * 4, page * kPageTokens, range.low, range.high,
-                    tiles + c * kTileBytes + half * kHalfTileBytes);
+        uint8_t* half_tile = tiles + c * kTileBytes + half * kHalfTileBytes;
+        const int64_t key = page * kPageTokens, low = range.low, high = range.high;
+        if (latent_) turn_values(value_pages_[page] + (first + c) * kHalfTileBytes, key, low, high, half_tile);
+        else copy_values(value_pages_[page] + (first + c) * 64, dim_ * 4, key, low, high, half_tile);
       }
     }
   }
@@ -176,7 +180,7 @@ class TileRun : public BlockRun<TileRun> {
   void add_values_two(Range all, const Softmax& to) {
     bool copy = !resident();
     written_to_memory();
-    for (int64_t column = 0; column < dim_ / 16; column += 2) {
+    for (int64_t column = 0; column < value_dim_ / 16; column += 2) {
       zero_sums();
       for (int64_t step = all.low / kStepKeys; step * kStepKeys < all.high; ++step) {
         uint8_t* tiles = values_ + (copy ? step % 2 * 2 * kTileBytes : step * step_bytes() + column * kTileBytes);
@@ -193,8 +197,8 @@ class TileRun : public BlockRun<TileRun> {
   // Up to 16 rows from the block's row `r` on, to `out`.
   void add_values_one(int64_t r, Range keys, bool copy, float* out, int64_t stride) {
     int64_t column = 0;
-    for (; column + 4 <= dim_ / 16; column += 4) add_columns<4>(r, keys, copy, column, out + column * 16, stride * 4);
-    if (column < dim_ / 16) add_columns<2>(r, keys, copy, column, out + column * 16, stride * 4);
+    for (; column + 4 <= value_dim_ / 16; column += 4) add_columns<4>(r, keys, copy, column, out + column * 16, stride * 4);
+    if (column < value_dim_ / 16) add_columns<2>(r, keys, copy, column, out + column * 16, stride * 4);
   }
 
   template <int N>
@@ -224,7 +228,7 @@ class TileRun : public BlockRun<TileRun> {
 };
 
 extern const AttentionKernels tile_attention;   // not inline: cpu.cpp asks for it
-const AttentionKernels tile_attention = {store_pairs, load_pairs, run_pairs<TileRun>, merge_pairs};
+const AttentionKernels tile_attention = {store_pairs<TileRun>, load_pairs<TileRun>, run_pairs<TileRun>, merge_pairs};
 
 }  // namespace LLMCTL_ISA
 }  // namespace llmctl

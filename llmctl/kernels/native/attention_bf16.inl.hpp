@@ -86,6 +86,8 @@ class BlockRun {
         item_(item),
         sequence_(call.sequences[item.sequence]),
         dim_(call.pages.shape.head_dim),
+        value_dim_(kv_value_dim(call.pages.shape)),
+        latent_(call.pages.shape.latent > 0),
         group_(item.num_heads),
         rows_(item.num_queries * group_),
         first_position_(sequence_.context_len - sequence_.num_queries + item.first_query),
@@ -94,9 +96,9 @@ class BlockRun {
     auto take = [&scratch](int64_t floats) { float* p = scratch; scratch += floats; return p; };
     scores_ = take(kBlockRows * kScoreFloats);
     queries_ = (uint8_t*)take(most * dim_ / 2);
-    values_ = (uint8_t*)take(kPartition * dim_ / 2);
-    block_ = {take(kBlockRows), take(kBlockRows), take(kBlockRows * dim_), dim_};
-    total_ = {take(lanes), take(lanes), take(most * dim_), dim_};
+    values_ = (uint8_t*)take(kPartition * value_dim_ / 2);
+    block_ = {take(kBlockRows), take(kBlockRows), take(kBlockRows * value_dim_), value_dim_};
+    total_ = {take(lanes), take(lanes), take(most * value_dim_), value_dim_};
   }
 
   void run(float* partials) {
@@ -138,7 +140,7 @@ class BlockRun {
       int64_t nearest = between(page, item_range_.low / kPageTokens, (item_range_.high - 1) / kPageTokens);
       PageHead head = page_head(call_.pages, sequence_.block_table[start_ / kPageTokens + nearest], item_.kv_head);
       key_pages_[page] = head.keys;
-      value_pages_[page] = head.values;
+      value_pages_[page] = latent_ ? head.keys : head.values;
     }
     products().begin_values();
   }
@@ -146,7 +148,7 @@ class BlockRun {
   void run_block(int64_t partition, int64_t row, int64_t rows, float* partials) {
     Range first = seen(row), last = seen(row + rows - 1), all = {first.low, last.high};
     bool alone = partition == item_.first_partition;   // merged with nothing yet
-    Softmax to = alone ? Softmax{total_.maxima + row, total_.sums + row, total_.rows + row * dim_, dim_} : block_;
+    Softmax to = alone ? Softmax{total_.maxima + row, total_.sums + row, total_.rows + row * value_dim_, value_dim_} : block_;
     int64_t partial_floats = attention_partial_floats(call_.pages.shape);
     float* partial = nullptr;
     if (item_.partial >= 0) {
@@ -161,8 +163,8 @@ class BlockRun {
     else products().add_values(row, rows, all, to);
     if (item_.partial >= 0) {
       for (int64_t r = 0; r < rows; ++r, partial += partial_floats) {
-        partial[dim_] = to.maxima[r];
-        partial[dim_ + 1] = to.sums[r];
+        partial[value_dim_] = to.maxima[r];
+        partial[value_dim_ + 1] = to.sums[r];
       }
     } else if (!alone) {
       merge_block(row, rows);
@@ -209,10 +211,11 @@ class BlockRun {
     return not_finite(read.low, smaller(last.low, read.high)) || not_finite(larger(first.high, read.low), read.high);
   }
 
-  bool not_finite(int64_t begin, int64_t end) const {   // by pairs
+  bool not_finite(int64_t begin, int64_t end) const {   // by pairs, where values have pages of their own
     for (int64_t key = begin; key < end; key = (key / kPageTokens + 1) * kPageTokens) {
-      int64_t page = key / kPageTokens, last = (smaller(end - page * kPageTokens, kPageTokens) + 1) / 2;
-      if (any_not_finite(value_pages_[page], dim_ * 4, key % kPageTokens / 2, last)) return true;
+      int64_t page = key / kPageTokens, first = key % kPageTokens, last = smaller(end - page * kPageTokens, kPageTokens);
+      if (latent_ ? any_key_not_finite(value_pages_[page], value_dim_, first, last)
+                  : any_not_finite(value_pages_[page], dim_ * 4, first / 2, (last + 1) / 2)) return true;
     }
     return false;
   }
@@ -227,7 +230,7 @@ class BlockRun {
       store_f32(lanes[1], weights.second);
       store_f32(lanes[2], merge_lanes(set_f32(*sum), weights.first, set_f32(block_.sums[r]), weights.second));
       *sum = lanes[2][0];
-      merge_row(total_.rows + (row + r) * dim_, lanes[0][0], block_.rows + r * dim_, lanes[1][0], dim_);
+      merge_row(total_.rows + (row + r) * value_dim_, lanes[0][0], block_.rows + r * value_dim_, lanes[1][0], value_dim_);
       store_f32(lanes[0], weights.maximum);
       *maximum = lanes[0][0];
     }
@@ -236,8 +239,8 @@ class BlockRun {
   void write_out() const {
     for (int64_t r = 0; r < rows_; ++r) {
       int64_t head = item_.first_head + r % group_;
-      float* out = call_.out + (sequence_.first_query + item_.first_query + r / group_) * call_.out_stride + head * dim_;
-      write_row(total_.rows + r * dim_, row_factor(call_, head, total_.maxima[r], total_.sums[r]), dim_, out);
+      float* out = call_.out + (sequence_.first_query + item_.first_query + r / group_) * call_.out_stride + head * value_dim_;
+      write_row(total_.rows + r * value_dim_, row_factor(call_, head, total_.maxima[r], total_.sums[r]), value_dim_, out);
     }
   }
 
@@ -246,33 +249,38 @@ class BlockRun {
   const AttentionCall& call_;
   const AttentionItem& item_;
   const AttentionSequence& sequence_;
-  const int64_t dim_, group_, rows_;
+  const int64_t dim_, value_dim_;
+  const bool latent_;
+  const int64_t group_, rows_;   // group: heads of the item
   const int64_t first_position_;   // of the block's first token
   const float factor_;             // scores times this are in powers of two
   int64_t start_;                  // the partition's first key
   Range item_range_;               // keys of the partition that any row sees
-  const uint8_t *key_pages_[kPartitionPages], *value_pages_[kPartitionPages];
+  const uint8_t *key_pages_[kPartitionPages], *value_pages_[kPartitionPages];   // of latent pages the same
   float* scores_;                  // [32][kScoreFloats]
-  uint8_t *queries_, *values_;     // bf16 [rows][head_dim]; for the products, kPartition * head_dim
+  uint8_t *queries_, *values_;     // bf16 [rows][head_dim]; for the products, kPartition * kv_value_dim
   Softmax block_, total_;
 };
 
+// Run::serves(shape): whether pages are in its own layout.
 template <class Run>
 inline void run_pairs(const AttentionCall& call, const AttentionItem& item, float* scratch, float* partials) {
-  if (!pair_pages(call.pages.shape)) return avx512::kKernels.attention->run(call, item, scratch, partials);
+  if (!Run::serves(call.pages.shape)) return avx512::kKernels.attention->run(call, item, scratch, partials);
   Run(call, item, scratch).run(partials);
 }
 
+template <class Run>
 inline void store_pairs(const KvPages& pages, int64_t kv_head, int64_t slot, const float* key, const float* value) {
-  if (!pair_pages(pages.shape)) return avx512::kKernels.attention->store(pages, kv_head, slot, key, value);
+  if (!Run::serves(pages.shape)) return avx512::kKernels.attention->store(pages, kv_head, slot, key, value);
   if (slot < 0) return;
   PageHead head = page_head(pages, slot / kPageTokens, kv_head);
   if (key) store_pair_key(pages.shape, head, slot % kPageTokens, key);
   if (value) store_pair_value(pages.shape, head, slot % kPageTokens, value);
 }
 
+template <class Run>
 inline void load_pairs(const KvPages& pages, int64_t kv_head, int64_t slot, float* key, float* value) {
-  if (!pair_pages(pages.shape)) return avx512::kKernels.attention->load(pages, kv_head, slot, key, value);
+  if (!Run::serves(pages.shape)) return avx512::kKernels.attention->load(pages, kv_head, slot, key, value);
   load_pair_row(pages.shape, page_head(pages, slot / kPageTokens, kv_head), slot % kPageTokens, key, value);
 }
 

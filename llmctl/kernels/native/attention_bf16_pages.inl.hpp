@@ -1,7 +1,7 @@
 // Pages of bf16 keys and values as products of pairs read them (TDPBF16PS, VDPBF16PS), for a head_dim that is a multiple of 32:
 //   keys    [head_dim / 2][16 tokens][2]: 16 rows are a tile B, 32 dimensions of 16 keys
 //   values  [8 pairs of tokens][head_dim][2]: the pairs of two pages are a tile B, 32 keys in 16 dimensions
-// As long as those of the other layout.
+// As long as those of the other layout. Latent pages have the keys alone: their values are turned when they are read.
 #pragma once
 
 #include "attention_pages.inl.hpp"
@@ -10,7 +10,9 @@ namespace llmctl::LLMCTL_ISA {
 
 constexpr int64_t kTileBytes = 1024;   // 16 rows of 64 bytes
 
-inline bool pair_pages(const KvShape& shape) { return shape.type == KvType::BF16 && shape.head_dim % 32 == 0 && !shape.latent; }
+inline bool pair_pages(const KvShape& shape) {
+  return shape.type == KvType::BF16 && shape.head_dim % 32 == 0 && shape.latent % 32 == 0;
+}
 
 inline void store_pair_key(const KvShape& shape, const PageHead& head, int64_t offset, const float* key) {
   Brain row[kMaxHeadDim];
@@ -28,9 +30,10 @@ inline void load_pair_row(const KvShape& shape, const PageHead& head, int64_t of
   for (int64_t d = 0; d < shape.head_dim; ++d) {
     const Brain* keys = (const Brain*)head.keys + (d / 2 * kPageTokens + offset) * 2 + d % 2;
     const Brain* values = (const Brain*)head.values + (offset / 2 * shape.head_dim + d) * 2 + offset % 2;
+    if (shape.latent) values = keys;
     uint32_t words[2] = {uint32_t(keys->bits) << 16, uint32_t(values->bits) << 16};
     memcpy(key + d, words, 4);
-    memcpy(value + d, words + 1, 4);
+    if (d < kv_value_dim(shape)) memcpy(value + d, words + 1, 4);
   }
 }
 
@@ -55,6 +58,49 @@ inline void copy_values(const uint8_t* values, int64_t row_bytes, int64_t key, i
     __m512i row = none ? _mm512_setzero_si512() : _mm512_loadu_si512(values + pair * row_bytes);
     _mm512_storeu_si512(half_tile + 64 * pair, _mm512_and_si512(row, pair_mask(key + 2 * pair, low, high)));
   }
+}
+
+// rows[i] quarter j to rows[j] quarter i, of 4 vectors; written to every second vector from `out` on.
+inline void transpose_quarters(__m512i a, __m512i b, __m512i c, __m512i d, __m512i* out) {
+  __m512i low[2] = {_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(c, d, 0x44)};
+  __m512i high[2] = {_mm512_shuffle_i64x2(a, b, 0xEE), _mm512_shuffle_i64x2(c, d, 0xEE)};
+  out[0] = _mm512_shuffle_i64x2(low[0], low[1], 0x88);
+  out[2] = _mm512_shuffle_i64x2(low[0], low[1], 0xDD);
+  out[4] = _mm512_shuffle_i64x2(high[0], high[1], 0x88);
+  out[6] = _mm512_shuffle_i64x2(high[0], high[1], 0xDD);
+}
+
+// As copy_values, for 16 dimensions of latent pages, which lie as those of keys: 8 vectors of pairs of dimensions, a token a lane.
+inline void turn_values(const uint8_t* keys, int64_t key, int64_t low, int64_t high, uint8_t* half_tile) {
+  const __m512i order = _mm512_broadcast_i32x4(_mm_set_epi8(15, 14, 11, 10, 13, 12, 9, 8, 7, 6, 3, 2, 5, 4, 1, 0));
+  __m512i rows[8], even[4], odd[4], pairs[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) rows[i] = _mm512_shuffle_epi8(_mm512_loadu_si512(keys + 64 * i), order);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    even[i] = _mm512_unpacklo_epi64(rows[2 * i], rows[2 * i + 1]);
+    odd[i] = _mm512_unpackhi_epi64(rows[2 * i], rows[2 * i + 1]);
+  }
+  transpose_quarters(even[0], even[1], even[2], even[3], pairs);
+  transpose_quarters(odd[0], odd[1], odd[2], odd[3], pairs + 1);
+  const bool whole = key >= low && key + kPageTokens <= high;
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < 8; ++i) {
+    if (!whole) pairs[i] = _mm512_and_si512(pairs[i], pair_mask(key + 2 * i, low, high));
+    _mm512_storeu_si512(half_tile + 64 * i, pairs[i]);
+  }
+}
+
+// Whether an infinity or a NaN is among the first `latent` dimensions of a page's tokens first .. last - 1.
+inline bool any_key_not_finite(const uint8_t* keys, int64_t latent, int64_t first, int64_t last) {
+  const __m512i exponent = _mm512_set1_epi16(0x7F80);
+  const uint32_t seen = (1u << last) - (1u << first);
+  uint32_t found = 0;
+  for (int64_t byte = 0; byte < latent * 32; byte += 64) {
+    __m512i row = _mm512_maskz_loadu_epi32((__mmask16)seen, keys + byte);
+    found |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(row, exponent), exponent);
+  }
+  return found != 0;
 }
 
 // Whether an infinity or a NaN is among the values of a page's pairs first .. last - 1.

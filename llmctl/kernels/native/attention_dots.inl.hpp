@@ -62,6 +62,8 @@ class DotRun : public BlockRun<DotRun> {
  public:
   using BlockRun::BlockRun;
 
+  static bool serves(const KvShape& shape) { return pair_pages(shape) && !shape.latent; }
+
   void begin_values() {}
   void begin_block(int64_t) {}
   Range values_read(Range all) const { return all; }
@@ -136,7 +138,7 @@ class DotRun : public BlockRun<DotRun> {
 };
 
 extern const AttentionKernels dot_attention;   // not inline: cpu.cpp asks for it
-const AttentionKernels dot_attention = {store_pairs, load_pairs, run_pairs<DotRun>, merge_pairs};
+const AttentionKernels dot_attention = {store_pairs<DotRun>, load_pairs<DotRun>, run_pairs<DotRun>, merge_pairs};
 
 }  // namespace LLMCTL_ISA
 }  // namespace llmctl

@@ -19,7 +19,8 @@ _LAYER = re.compile(r"^(model\.layers|blk|transformer\.h)\.(\d+)\.(.+)$")
 class GgufNames:
     """How GGUF spells a family's tensors.
 
-    top / layer: Hugging Face module → GGUF module, outside and inside a layer, without `.weight` / `.bias`.
+    top / layer: Hugging Face module → GGUF module, outside and inside a layer, without `.weight` / `.bias`; a tensor that is
+    called otherwise in one of them stands there with its whole name.
     permuted: layer modules whose rows GGUF interleaves for its rotary pairing, with the config key of their head count.
     plus_one: GGUF stores 1 + w for every norm where Hugging Face stores w.
     """
@@ -84,6 +85,9 @@ def _inverse(table: dict[str, str]) -> dict[str, str]:
 
 
 def _translate(name: str, top: dict[str, str], layer: dict[str, str], prefix: str) -> str | None:
+    whole = _LAYER.match(name)
+    if whole and whole[3] in layer:
+        return f"{prefix}.{whole[2]}.{layer[whole[3]]}"
     module, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
         return None

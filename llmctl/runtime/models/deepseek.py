@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from llmctl.errors import FormatError
+from llmctl.errors import FormatError, UnsupportedError
 from llmctl.runtime.checkpoint.names import TOP_NAMES, GgufNames
 from llmctl.runtime.models.config import ExpertNames, ExpertsConfig, LatentConfig, LayerConfig, ModelConfig
 from llmctl.runtime.models.family import Family
@@ -30,6 +30,8 @@ _V3 = {
     **{"topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_interleave": True, "max_position_embeddings": 4096},
 }
 _NAMES = ExpertNames(shared="mlp.shared_experts")
+_SOFTMAX, _SIGMOID = 1, 2  # of GGUF's expert_gating_func
+_GGUF_ONLY = ("qk_head_dim", "value_length", "num_experts", "gating", "log_multiplier")
 _CORRECTION = "mlp.gate.e_score_correction_bias"
 
 
@@ -120,6 +122,71 @@ def _mscale(rope: RopeConfig) -> float:
     return 1.0 if factor <= 1 else 0.1 * float(weight) * math.log(float(factor)) + 1.0
 
 
+def gguf_keys(config: ModelConfig) -> dict[str, Any]:
+    """GGUF's keys for what is not in all families. Attention is what it is once absorbed: one key for all heads; the sizes
+    before that have keys of their own."""
+    latent, experts, rope = config.latent, config.experts, config.layers[0].rope
+    assert latent is not None, config
+    assert experts is not None, config
+    assert rope is not None, config
+    stated = hf_keys(config)
+    keys = {
+        "attention.head_count_kv": 1,
+        "attention.key_length": latent.rank + latent.rope_dim,
+        "attention.value_length": latent.rank,
+        "attention.key_length_mla": config.head_dim,
+        "attention.value_length_mla": latent.value_dim,
+        "attention.kv_lora_rank": latent.rank,
+        "leading_dense_block_count": stated["first_k_dense_replace"],
+        "expert_shared_count": stated["n_shared_experts"],
+        "expert_weights_scale": float(experts.scale),
+        "expert_group_count": experts.num_groups,
+        "expert_group_used_count": experts.top_groups,
+        "expert_gating_func": _SIGMOID if experts.sigmoid else _SOFTMAX,
+    }
+    if latent.query_rank is not None:
+        keys["attention.q_lora_rank"] = latent.query_rank
+    if experts.renormalize:
+        keys["expert_weights_norm"] = True
+    if weight := rope.parameters.get("mscale_all_dim"):
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * float(weight)
+    return keys
+
+
+def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a GGUF file's values, which are those after absorption, or in older files those before it."""
+    values = {key: value for key, value in config.items() if key not in ("head_dim", "num_key_value_heads", *_GGUF_ONLY)}
+    key_length = config.get("qk_head_dim", config.get("head_dim"))
+    if "qk_rope_head_dim" not in config or key_length is None:
+        raise FormatError("the file has no deepseek2.attention.key_length, or no deepseek2.rope.dimension_count")
+    found = {
+        "n_routed_experts": config.get("num_experts"),
+        "q_lora_rank": config.get("q_lora_rank") or None,
+        "qk_nope_head_dim": key_length - config["qk_rope_head_dim"],
+        "v_head_dim": config.get("v_head_dim", config.get("value_length")),
+        "n_group": config.get("n_group") or 1,
+        "topk_group": config.get("topk_group") or 1,
+    }
+    v3, grouped = config.get("gating") == _SIGMOID, found["n_group"] > 1
+    found |= {"model_type": "deepseek_v3" if v3 else "deepseek_v2", "norm_topk_prob": config.get("norm_topk_prob", False)}
+    found["topk_method"] = "noaux_tc" if v3 else "group_limited_greedy" if grouped else "greedy"
+    return {**values, **found, **_scaling(config)}
+
+
+def _scaling(config: dict[str, Any]) -> dict[str, Any]:
+    """rope_scaling with the weight that GGUF keeps apart. llama.cpp takes the two of a config.json for the same."""
+    scaling, multiplier = config.get("rope_scaling"), config.get("log_multiplier")
+    if scaling is None or scaling["rope_type"] != "yarn":
+        return {}
+    if not multiplier:
+        raise UnsupportedError(
+            "yarn without mscale_all_dim (rope.scaling.yarn_log_multiplier): llama.cpp and transformers scale scores differently "
+            "then, so that GGUF cannot say what is meant"
+        )
+    weight = round(multiplier / 0.1, 6)
+    return {"rope_scaling": {**scaling, "mscale": weight, "mscale_all_dim": weight}}
+
+
 def hf_keys(config: ModelConfig) -> dict[str, Any]:
     """What DeepseekV2Config and DeepseekV3Config have beyond the keys of all families."""
     latent, experts = config.latent, config.experts
@@ -176,9 +243,31 @@ FAMILY = Family(
             "mlp.gate_proj": "ffn_gate",
             "mlp.up_proj": "ffn_up",
             "mlp.down_proj": "ffn_down",
+            _CORRECTION: "exp_probs_b.bias",
+            "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+            "mlp.shared_experts.up_proj": "ffn_up_shexp",
+            "mlp.shared_experts.down_proj": "ffn_down_shexp",
         },
         permuted={},
     ),
     hf_class="DeepseekV2ForCausalLM",
     hf_keys=hf_keys,
+    complete_gguf=complete_gguf,
+    gguf_keys=gguf_keys,
+    gguf_values={
+        "kv_lora_rank": "attention.kv_lora_rank",
+        "q_lora_rank": "attention.q_lora_rank",
+        "qk_head_dim": "attention.key_length_mla",
+        "v_head_dim": "attention.value_length_mla",
+        "value_length": "attention.value_length",
+        "qk_rope_head_dim": "rope.dimension_count",
+        "first_k_dense_replace": "leading_dense_block_count",
+        "n_shared_experts": "expert_shared_count",
+        "n_group": "expert_group_count",
+        "topk_group": "expert_group_used_count",
+        "routed_scaling_factor": "expert_weights_scale",
+        "norm_topk_prob": "expert_weights_norm",
+        "gating": "expert_gating_func",
+        "log_multiplier": "rope.scaling.yarn_log_multiplier",
+    },
 )

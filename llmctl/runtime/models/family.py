@@ -25,6 +25,8 @@ class Family:
     complete_gguf: adds the config values that GGUF readers know by heart because no key holds them.
     eps_keys: what config.json and, below `{arch}.`, GGUF call the number that norms add.
     gguf_numbers: config key → GGUF key below `{arch}.`, for numbers only this family has; written from hf_keys.
+    gguf_values: config key → GGUF key below `{arch}.`, for whole numbers, flags and numbers that complete_gguf makes something
+    of. gguf_keys: keys below `{arch}.` that only this family has, or that say something else than usual.
     gguf_window_pattern: GGUF says layer by layer whether there is a window.
     hf_names: tensor names of folders, where they are not the usual ones. hf_spelling: usual config key → what config.json calls
     it instead.
@@ -40,6 +42,8 @@ class Family:
     complete_gguf: Callable[[dict[str, Any]], dict[str, Any]] = dict
     eps_keys: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
     gguf_numbers: Mapping[str, str] = field(default_factory=dict)
+    gguf_values: Mapping[str, str] = field(default_factory=dict)
+    gguf_keys: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     gguf_window_pattern: bool = False
     hf_names: HfNames = field(default_factory=HfNames)
     hf_spelling: Mapping[str, str] = field(default_factory=dict)

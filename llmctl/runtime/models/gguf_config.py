@@ -52,6 +52,7 @@ def config_from_gguf(
     stated, key = family.eps_keys
     config[stated] = _number(metadata, f"{arch}.{key}", needed=True)
     config |= {hf: _number(metadata, f"{arch}.{key}", needed=False) for hf, key in family.gguf_numbers.items()}
+    config |= {hf: _stated(metadata, f"{arch}.{key}") for hf, key in family.gguf_values.items()}
     config = {key: value for key, value in config.items() if value is not None}
     config["model_type"], config["architectures"] = family.model_types[0], [family.hf_class]
     if "token_embd.weight" not in shapes:
@@ -90,6 +91,12 @@ def _number(metadata: Mapping[str, Any], key: str, needed: bool) -> Any:
     return value
 
 
+def _stated(metadata: Mapping[str, Any], key: str) -> int | float | bool | None:
+    """A flag, or a number from zero on; None where there is none."""
+    value = metadata.get(key)
+    return value if isinstance(value, bool) or value == 0 else _number(metadata, key, needed=False)
+
+
 def _count(metadata: Mapping[str, Any], key: str, *, needed: bool = False, limit: int = MAX_COUNT) -> int | None:
     value = _number(metadata, key, needed)
     if value is not None and (not isinstance(value, int) or value > limit):
@@ -99,6 +106,8 @@ def _count(metadata: Mapping[str, Any], key: str, *, needed: bool = False, limit
 
 def _add_head_dim(config: dict[str, Any], metadata: Mapping[str, Any], arch: str) -> None:
     """Older files say the head size only through the rotary dimension, or not at all."""
+    if f"{arch}.attention.kv_lora_rank" in metadata:
+        return  # heads of latent attention have several sizes
     value_length = _count(metadata, f"{arch}.attention.value_length")
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if not head_dim:
@@ -208,6 +217,7 @@ def metadata_from_config(config: ModelConfig, family: Family) -> dict[str, Any]:
     stated = family.hf_keys(config)
     numbers = {f"{arch}.{key}": stated[hf] for hf, key in family.gguf_numbers.items()}
     keys |= {key: float(value) for key, value in numbers.items() if value is not None}
+    keys |= {f"{arch}.{key}": value for key, value in family.gguf_keys(config).items()}
     if family.gguf_window_pattern and windows:
         keys[f"{arch}.attention.sliding_window_pattern"] = [layer.sliding_window is not None for layer in config.layers]
     scaling = _scaling_metadata(ropes[0], arch) if ropes[0] else {}

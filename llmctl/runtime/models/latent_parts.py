@@ -63,6 +63,12 @@ def parts_of(name: str, config: ModelConfig) -> dict[str, LatentPart]:
     }
 
 
+def whole_name(name: str) -> str:
+    """Canonical name of the tensor that folders keep the one of this name in: its own, but for the two parts."""
+    part = next((part for part in (KEYS, VALUES) if name.endswith(part)), None)
+    return name if part is None else name.removesuffix(part) + WHOLE
+
+
 def join_parts(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     """The reverse: k_b_proj (heads, rank, nope_dim) and v_b_proj (heads, value_dim, rank) to kv_b_proj (rows, rank)."""
     both = np.concatenate([keys.swapaxes(1, 2), values], axis=1)

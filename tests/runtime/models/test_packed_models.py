@@ -57,6 +57,16 @@ def test_the_same_logits_as_its_values(tiny: Path, tmp_path: Path, name: str) ->
     assert np.linalg.norm(rounded - expected) <= 0.1 * np.linalg.norm(expected)
 
 
+def test_float8_of_latent_attention_and_experts(tmp_path: Path) -> None:
+    """As DeepSeek V3 comes: a scale for every 128 x 128 weights, also of kv_b_proj, which is taken apart when it is read."""
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "qk_nope_head_dim": 32, "v_head_dim": 40, "kv_lora_rank": 160}
+    tiny = make_tiny_model(tmp_path / "tiny", "deepseek_v3", tokenizer="bpe", **sizes)
+    packed = make_packed_model(tiny, tmp_path / "packed", Choices("fp8", scales="block"), values=tmp_path / "values")
+    expected = logits(tmp_path / "values", "reference")
+    assert np.array_equal(logits(packed, "reference"), expected)
+    assert np.abs(logits(packed, "native", activations="float", kv_type="f32") - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("layout", ["gptq", "compressed-tensors"])
 def test_a_quantized_head(tiny: Path, tmp_path: Path, layout: str) -> None:
     packed = make_packed_model(tiny, tmp_path / "packed", Choices(layout, 4, 32, head=True), values=tmp_path / "values")
