@@ -99,6 +99,7 @@ FAMILIES = {
     "ministral": ("MinistralConfig", WINDOWED),
     "ministral3": ("Ministral3Config", {**PLAIN, "rope_parameters": MINISTRAL3_ROPE}),
     "olmo2": ("Olmo2Config", {key: value for key, value in PLAIN.items() if key != "head_dim"}),
+    "olmo3": ("Olmo3Config", {key: value for key, value in WINDOWED.items() if key != "head_dim"}),
     "granite": (
         "GraniteConfig",
         {
@@ -222,7 +223,7 @@ def _rope_parameters(family: str, rope: str | dict[str, Any]) -> dict[str, Any]:
         chosen.setdefault("partial_rotary_factor", PARTIAL_ROTARY[family])
         half = int(HEAD_DIM * PARTIAL_ROTARY[family]) // 2
         chosen |= {name: chosen[name][:half] for name in ("short_factor", "long_factor") if name in chosen}
-    if family != "gemma3":
+    if family not in ("gemma3", "olmo3"):
         return chosen
     return {"full_attention": chosen, "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
 

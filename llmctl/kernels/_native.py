@@ -175,8 +175,7 @@ class NativeOps:
         return self._record("gated_activation", (gate, up), gate.shape, activation=activation)[0]
 
     def activation(self, x: Value, activation: str) -> Value:
-        ones = np.ones(x.width, np.float32)
-        return self._record("gated_activation", (x,), x.shape, weight=ones, activation=activation)[0]
+        return self._record("gated_activation", (x,), x.shape, activation=activation)[0]
 
     def moe(self, x: Value, router_logits: Value, experts: Experts, routing: Routing, activation: str) -> Value:
         attributes = {"experts": experts, "routing": routing, "activation": activation}

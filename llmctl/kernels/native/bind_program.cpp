@@ -147,6 +147,9 @@ void add_matrix_phase(OwningProgram& self, bool is_rows, const std::vector<Ownin
     require(op->kind != RowKind::Gather || (op->a >= 0 && op->out >= 0 && self.program.width(op->a) == op->order_size &&
                                             self.program.width(op->out) == op->order_size),
             "an order is as long as the rows it is for");
+    require((op->kind != RowKind::RmsNorm && op->kind != RowKind::LayerNorm) ||
+                (op->width > 0 && op->num_weights > 0 && op->num_weights % op->width == 0),
+            "a norm has weights for as many elements as it is over");
     ops.push_back(*op);
     self.adopt(*op);
     self.limit_by(*op);
@@ -333,7 +336,11 @@ void bind_program(nb::module_& m) {
       .def_rw("width", &OwningRowOp::width)
       .def_rw("factor", &OwningRowOp::factor)
       .def_rw("activation", &OwningRowOp::activation)
-      .def("set_weight", [](OwningRowOp& self, const nb::object& array) { self.weight = vector_of(self, array); })
+      .def("set_weight",
+           [](OwningRowOp& self, const nb::object& array) {
+             self.weight = vector_of(self, array);
+             self.num_weights = static_cast<int64_t>(nb::cast<Numbers>(array, false).size());
+           })
       .def("set_bias", [](OwningRowOp& self, const nb::object& array) { self.bias = vector_of(self, array); })
       .def("set_order", [](OwningRowOp& self, const nb::object& array) { self.order = order_of(self, array); })
       .def("set_table", [](OwningRowOp& self, const nb::object& weight) { self.table = matrix_of(self, weight); })
@@ -344,6 +351,7 @@ void bind_program(nb::module_& m) {
   nb::class_<OwningSegment>(m, "Segment")
       .def(nb::init<>())
       .def_rw("activation", &OwningSegment::activation)
+      .def_rw("activated", &OwningSegment::activated)
       .def_rw("scale", &OwningSegment::scale)
       .def_rw("softcap", &OwningSegment::softcap)
       .def_rw("head_dim", &OwningSegment::head_dim)
@@ -364,9 +372,11 @@ void bind_program(nb::module_& m) {
              if (!bias.is_none()) self.up_bias = vector_of(self, bias);
            }, nb::arg("weight"), nb::arg("bias").none())
       .def("set_head_norm",
-           [](OwningSegment& self, const nb::object& weight, float eps) {
+           [](OwningSegment& self, const nb::object& weight, float eps, bool takes_mean) {
              self.head_norm = vector_of(self, weight);
+             self.num_norms = static_cast<int64_t>(nb::cast<Numbers>(weight, false).size());
              self.eps = eps;
+             self.takes_mean = takes_mean;
            })
       .def("set_pages", [](OwningSegment& self, const nb::object& pages, int group, bool is_value) {
         self.pages = pages_of(self, pages, group);

@@ -1,6 +1,7 @@
 // The element-wise kernels and the norm by name of instruction set, for the tests: one vector in, a new one out.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -29,6 +30,15 @@ NewVector bound_rms_norm(const std::string& isa, const Vector& x, const Vector& 
   require_equal(x, weight);
   NewVector out = new_vector(x.size());
   kernels_named(isa).rms_norm(x.data(), weight.data(), eps, int64_t(x.size()), out.data());
+  return out;
+}
+
+NewVector bound_layer_norm(const std::string& isa, const Vector& x, const Vector& weight, const std::optional<Vector>& bias,
+                           float eps) {
+  require_equal(x, weight);
+  if (bias) require_equal(x, *bias);
+  NewVector out = new_vector(x.size());
+  kernels_named(isa).layer_norm(x.data(), weight.data(), bias ? bias->data() : nullptr, eps, int64_t(x.size()), out.data());
   return out;
 }
 
@@ -79,6 +89,7 @@ Activation activation_named(const std::string& name) {
 
 void bind_vector_ops(nb::module_& m) {
   m.def("rms_norm", &bound_rms_norm, nb::arg("isa"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"));
+  m.def("layer_norm", &bound_layer_norm, nb::arg("isa"), nb::arg("x"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("eps"));
   m.def("rotary", &bound_rotary, nb::arg("isa"), nb::arg("head"), nb::arg("cos"), nb::arg("sin"));
   m.def("gated_activation", &bound_gated, nb::arg("isa"), nb::arg("gate"), nb::arg("up"), nb::arg("activation"));
   m.def("add", &bound_add, nb::arg("isa"), nb::arg("x"), nb::arg("y"));

@@ -15,7 +15,7 @@ namespace llmctl::LLMCTL_ISA {
 
 extern const Kernels kKernels;
 const Kernels kKernels = {
-    LLMCTL_NAME(LLMCTL_ISA), linear, dequantize_row, quantize_activations, rms_norm, rotary, gated_activation, add, scale, softcap,
+    LLMCTL_NAME(LLMCTL_ISA), linear, dequantize_row, quantize_activations, rms_norm, layer_norm, rotary, gated_activation, add, scale, softcap,
     &attention_kernels, peak,
 };
 

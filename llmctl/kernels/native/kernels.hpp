@@ -43,9 +43,11 @@ struct Kernels {
 
   // y[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i]; y may be x.
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* y);
+  // The same of x - mean(x), plus bias[i] unless bias is null; y may be x.
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* y);
   // "rotate half": pairs (i, i + half) of one head, in place.
   void (*rotary)(float* head, const float* cos, const float* sin, int64_t half);
-  // y[i] = activation(gate[i]) * up[i]; y may be gate or up.
+  // y[i] = activation(gate[i]) * up[i], or activation(gate[i]) where up is null; y may be gate or up.
   void (*gated_activation)(const float* gate, const float* up, Activation activation, int64_t n, float* y);
   void (*add)(const float* x, const float* y, int64_t n, float* out);
   void (*scale)(const float* x, float factor, int64_t n, float* out);

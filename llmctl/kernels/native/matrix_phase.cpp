@@ -216,6 +216,7 @@ struct Program::MatrixPhase : Program::Phase {
       kernels.gated_activation(y, up, segment.activation, width, target);
       y = target;
     }
+    if (segment.activated) kernels.gated_activation(y, nullptr, segment.activation, width, y);
     if (segment.scale != 1.0f) kernels.scale(y, segment.scale, width, y);
     if (segment.softcap != 0.0f) kernels.softcap(y, segment.softcap, width, y);
     if (segment.head_dim) finish_heads(program, worker, segment, row, first, width, y);
@@ -230,7 +231,11 @@ struct Program::MatrixPhase : Program::Phase {
     const Kernels& kernels = *program.kernels_;
     for (int64_t offset = 0; offset < width; offset += segment.head_dim) {
       float* head = y + offset;
-      if (segment.head_norm) kernels.rms_norm(head, segment.head_norm, segment.eps, segment.head_dim, head);
+      if (segment.head_norm) {
+        const float* weight = segment.head_norm + (first + offset) % segment.num_norms;
+        if (segment.takes_mean) kernels.layer_norm(head, weight, nullptr, segment.eps, segment.head_dim, head);
+        else kernels.rms_norm(head, weight, segment.eps, segment.head_dim, head);
+      }
       if (segment.cos >= 0) rotate(program, worker, kernels, segment.cos, segment.sin, row, head);
       if (segment.pages) {
         const int64_t head_number = (first + offset) / segment.head_dim;
@@ -284,24 +289,18 @@ void Program::MatrixPhase::program_row(Program& program, Worker& worker, const R
     }
     case RowKind::RmsNorm:
       for (int64_t i = 0; i < width; i += op.width)
-        kernels.rms_norm(at(op.a, row) + i, op.weight, op.factor, op.width, out + i);
+        kernels.rms_norm(at(op.a, row) + i, op.weight + i % op.num_weights, op.factor, op.width, out + i);
       break;
-    case RowKind::LayerNorm: {
-      const float* x = at(op.a, row);
-      double sum = 0;
-      for (int64_t i = 0; i < width; i++) sum += x[i];
-      const double mean = sum / static_cast<double>(width);
-      for (int64_t i = 0; i < width; i++) out[i] = static_cast<float>(x[i] - mean);
-      kernels.rms_norm(out, op.weight, op.factor, width, out);
-      if (op.bias) kernels.add(out, op.bias, width, out);
+    case RowKind::LayerNorm:
+      for (int64_t i = 0; i < width; i += op.width)
+        kernels.layer_norm(at(op.a, row) + i, op.weight + i % op.num_weights, op.bias, op.factor, op.width, out + i);
       break;
-    }
     case RowKind::Rotary:
       std::memcpy(out, at(op.a, row), width * sizeof(float));
       for (int64_t i = 0; i < width; i += op.width) rotate(program, worker, kernels, op.b, op.c, row, out + i);
       break;
     case RowKind::Gated:
-      kernels.gated_activation(at(op.a, row), op.b < 0 ? op.weight : at(op.b, row), op.activation, width, out);
+      kernels.gated_activation(at(op.a, row), op.b < 0 ? nullptr : at(op.b, row), op.activation, width, out);
       break;
     case RowKind::Sigmoid: kernels.scale(at(op.a, row), sigmoid(*at(op.b, row)), width, out); break;
     case RowKind::Add: kernels.add(at(op.a, row), at(op.b, row), width, out); break;

@@ -14,6 +14,7 @@ from llmctl.kernels.native import _native
 from llmctl.kernels.native.graph import Graph, Node, Value
 
 TILE_ROWS = 16
+_NORMS = ("rms_norm", "layer_norm")
 _ACTIVATIONS = {
     "silu": _native.Activation.Silu,
     "gelu_pytorch_tanh": _native.Activation.GeluTanh,
@@ -28,7 +29,7 @@ class _Product:
 
     linear: Node
     up: Node | None = None
-    activation: str = "silu"
+    activation: str | None = None
     scale: float = 1.0
     softcap: float = 0.0
     norm: Node | None = None
@@ -143,13 +144,13 @@ class Planner:
         self, product: _Product, node: Node, value: Value, siblings: list[Node], known: set[tuple[int, int]]
     ) -> Value | None:
         """Take `node`, the only reader of `value`, into the product if it fits there; its output, or None."""
-        if node.op == "gated_activation" and len(node.inputs) == 2 and value.key == product.linear.outputs[0].key:
-            return self._absorb_gate(product, node, siblings)
+        if node.op == "gated_activation" and value.key == product.linear.outputs[0].key:
+            return self._absorb_gate(product, node, siblings) if len(node.inputs) == 2 else self._absorb_activation(product, node)
         if node.op in ("scale", "softcap") and not (product.head_dim or product.residual):
             return self._absorb_elementwise(product, node)
         if node.op == "add" and not product.head_dim and product.residual is None:
             return self._absorb_residual(product, node, value, known)
-        if node.op in ("rms_norm", "rotary", "store_kv") and product.residual is None and product.up is None:
+        if node.op in (*_NORMS, "rotary", "store_kv") and product.residual is None and product.activation is None:
             return self._absorb_heads(product, node, value, known)
         return None
 
@@ -163,6 +164,11 @@ class Planner:
             return None
         self._done.add(other.number)
         product.up, product.activation = other, node.attributes["activation"]
+        return node.outputs[0]
+
+    @staticmethod
+    def _absorb_activation(product: _Product, node: Node) -> Value:
+        product.activation = node.attributes["activation"]
         return node.outputs[0]
 
     @staticmethod
@@ -187,14 +193,14 @@ class Planner:
         head_dim = node.inputs[0].shape[-1]
         if head_dim % TILE_ROWS or product.head_dim not in (0, head_dim) or value.node.is_rows:
             return None
-        if node.op == "rms_norm" and (product.norm or product.rotary or len(node.inputs[0].shape) < 2):
+        if node.op in _NORMS and (product.norm or product.rotary or not _is_of_heads(node)):
             return None
         if node.op == "rotary" and (product.rotary or any(angle.key not in known for angle in node.inputs[1:])):
             return None
         if node.op == "store_kv":
             return self._absorb_store(product, node, value, head_dim, known)
         product.head_dim = head_dim
-        if node.op == "rms_norm":
+        if node.op in _NORMS:
             product.norm = node
         else:
             product.rotary = node
@@ -213,9 +219,9 @@ class Planner:
     def _can_store(self, product: _Product, value: Value, head_dim: int, known: set[tuple[int, int]]) -> bool:
         """True if nothing stands between a linear node and the value but what its product takes along: a norm of every head,
         then a rotation. Where it is not `product`'s own, it is still to be planned."""
-        while value.node.op in ("rms_norm", "rotary") and self._sole_reader(value) is not None:
-            source, is_norm = value.node.inputs[0], value.node.op == "rms_norm"
-            if source.node.op == "rotary" or (is_norm and (source.node.op == "rms_norm" or len(source.shape) < 2)):
+        while value.node.op in (*_NORMS, "rotary") and self._sole_reader(value) is not None:
+            source, is_norm = value.node.inputs[0], value.node.op in _NORMS
+            if source.node.op == "rotary" or (is_norm and (source.node.op in _NORMS or not _is_of_heads(value.node))):
                 return False
             if source.shape[-1] != head_dim or any(angle.key not in known for angle in value.node.inputs[1:]):
                 return False
@@ -223,6 +229,11 @@ class Planner:
         linear = value.node
         planned = linear.number in self._done and linear is not product.linear
         return linear.op == "linear" and not planned and self._sole_reader(value) is not None
+
+
+def _is_of_heads(norm: Node) -> bool:
+    """Whether a product can take the norm along: one over every head, without a bias."""
+    return len(norm.inputs[0].shape) > 1 and norm.attributes.get("bias") is None
 
 
 class Buffers:
@@ -300,11 +311,11 @@ def _row_op(node: Node, buffers: Buffers) -> Any:
         setattr(op, field_name, buffers[value])
     op.factor = a.get("factor", 1.0)
     op.source = a.get("source", 0)
-    if node.op in ("rms_norm", "rotary", "store_kv", "fit_heads", "join_heads"):
+    if node.op in (*_NORMS, "rotary", "store_kv", "fit_heads", "join_heads"):
         op.width = node.inputs[0].shape[-1]
     if node.op == "growth":
         op.width = a["length"]
-    if a.get("weight") is not None and node.op in ("rms_norm", "layer_norm", "gated_activation"):
+    if node.op in _NORMS:
         op.set_weight(a["weight"])
     if a.get("bias") is not None:
         op.set_bias(a["bias"])
@@ -347,10 +358,12 @@ def _segment(product: _Product, buffers: Buffers) -> Any:
         segment.set_bias(a["bias"])
     if product.up:
         segment.set_up(product.up.attributes["weight"], product.up.attributes["bias"])
-        segment.activation = _ACTIVATIONS[product.activation]
+    if product.activation:
+        segment.activation, segment.activated = _ACTIVATIONS[product.activation], product.up is None
     segment.scale, segment.softcap, segment.head_dim = product.scale, product.softcap, product.head_dim
     if product.norm:
-        segment.set_head_norm(product.norm.attributes["weight"], product.norm.attributes["factor"])
+        norm = product.norm.attributes
+        segment.set_head_norm(norm["weight"], norm["factor"], product.norm.op == "layer_norm")
     if product.rotary:
         segment.cos, segment.sin = (buffers[value] for value in product.rotary.inputs[1:])
     if product.store:

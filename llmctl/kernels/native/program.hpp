@@ -35,10 +35,10 @@ enum class RowKind : int32_t {
 // One operation on a row. Numbers are buffers (-1: none); their widths are known to the program.
 //   Embedding  out = table[token id, or position where source is 1] * factor
 //   Angles     out, out2 = cos, sin of position * frequencies[source], times factor
-//   RmsNorm    every `width` elements of a by themselves, times weight
-//   LayerNorm  a without its mean, as RmsNorm over all of it, plus bias where there is one
+//   RmsNorm    every `width` elements of a by themselves, times weight: `num_weights` numbers, from the first again after them
+//   LayerNorm  the same of elements without their mean, plus bias where there is one
 //   Rotary     heads of `width` elements, turned by the angles b (cos) and c (sin)
-//   Gated      activation(a) * b, or times weight where there is no b
+//   Gated      activation(a) * b, or alone where there is no b
 //   Sigmoid    a times the sigmoid of b, which is one number
 //   Add        a + b                Scale, Softcap   of a by factor
 //   Growth     a times 1 + factor * log(1 + position / width), the quotient a whole number
@@ -55,6 +55,7 @@ struct RowOp {
   float factor = 1.0f;
   Activation activation = Activation::Silu;
   const float* weight = nullptr;
+  int64_t num_weights = 0;
   const float* bias = nullptr;
   const int32_t* order = nullptr;
   PackedMatrix table{};
@@ -62,11 +63,12 @@ struct RowOp {
   int group = 0;
 };
 
-// One matrix product and what follows on its outputs, in this order: bias; gated activation with `up`; scale; softcap; head
+// One matrix product and what follows on its outputs, in this order: bias; activation, gated with `up`; scale; softcap; head
 // norm; rotary; residual; then to `out`, or into the pages as keys or values.
 struct Segment {
   PackedMatrix matrix{};
   const float* bias = nullptr;
+  bool activated = false;            // without `up`
   bool gated = false;
   PackedMatrix up{};
   const float* up_bias = nullptr;
@@ -74,7 +76,9 @@ struct Segment {
   float scale = 1.0f;
   float softcap = 0.0f;
   int64_t head_dim = 0;              // > 0: outputs are heads, and chunks of work are whole heads
-  const float* head_norm = nullptr;
+  const float* head_norm = nullptr;  // one vector for all heads, or one for each
+  int64_t num_norms = 0;             // its numbers
+  bool takes_mean = false;           // a LayerNorm
   float eps = 0.0f;
   int cos = -1, sin = -1;
   int residual = -1;

@@ -28,25 +28,33 @@ inline void map(const float* x, const float* y, int64_t n, float* out, Function 
 }
 
 // Four sums, vector i into sum i mod 4: enough to hide the latency, and an order that n alone decides.
-inline float sum_of_squares(const float* x, int64_t n) {
+template <class Step>
+inline float sum_over(const float* x, int64_t n, Step step) {
   F32 sums[4] = {zero_f32(), zero_f32(), zero_f32(), zero_f32()};
   int64_t i = 0;
   for (; i + 64 <= n; i += 64) {
-    for (int j = 0; j < 4; ++j) {
-      F32 value = load_f32(x + i + 16 * j);
-      sums[j] = fma(value, value, sums[j]);
-    }
+    for (int j = 0; j < 4; ++j) sums[j] = step(sums[j], load_f32(x + i + 16 * j));
   }
   for (int j = 0; i < n; i += 16, ++j) {
-    F32 value = n - i < 16 ? load_f32_first(x + i, int(n - i)) : load_f32(x + i);
-    sums[j] = fma(value, value, sums[j]);
+    sums[j] = step(sums[j], n - i < 16 ? load_f32_first(x + i, int(n - i)) : load_f32(x + i));
   }
   return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+}
+
+inline float sum_of_squares(const float* x, int64_t n) {
+  return sum_over(x, n, [](F32 sum, F32 value) { return fma(value, value, sum); });
 }
 
 inline void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* y) {
   F32 factor = set_f32(1.0f / sqrtf(sum_of_squares(x, n) / float(n) + eps));
   map(x, weight, n, y, [factor](F32 value, F32 w) { return mul(mul(value, factor), w); });
+}
+
+inline void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* y) {
+  F32 mean = set_f32(sum_over(x, n, [](F32 sum, F32 value) { return add(sum, value); }) / float(n));
+  map(x, n, y, [mean](F32 value) { return sub(value, mean); });
+  rms_norm(y, weight, eps, n, y);
+  if (bias) map(y, bias, n, y, [](F32 value, F32 b) { return add(value, b); });
 }
 
 // Products and their sum are rounded one by one, as the reference does.
@@ -95,11 +103,17 @@ inline F32 clamped_swiglu(F32 gate, F32 up) {
   return mul(add(up, set_f32(1.0f)), times_sigmoid(gate, mul(gate, set_f32(1.702f))));
 }
 
+template <class Function>
+inline void map_gated(const float* gate, const float* up, int64_t n, float* y, Function function) {
+  if (!up) return map(gate, n, y, function);
+  map(gate, up, n, y, [function](F32 g, F32 u) { return mul(function(g), u); });
+}
+
 inline void gated_activation(const float* gate, const float* up, Activation activation, int64_t n, float* y) {
   switch (activation) {
-    case Activation::Silu: return map(gate, up, n, y, [](F32 g, F32 u) { return mul(silu(g), u); });
-    case Activation::GeluTanh: return map(gate, up, n, y, [](F32 g, F32 u) { return mul(gelu_tanh(g), u); });
-    case Activation::Gelu: return map(gate, up, n, y, [](F32 g, F32 u) { return mul(gelu(g), u); });
+    case Activation::Silu: return map_gated(gate, up, n, y, [](F32 g) { return silu(g); });
+    case Activation::GeluTanh: return map_gated(gate, up, n, y, [](F32 g) { return gelu_tanh(g); });
+    case Activation::Gelu: return map_gated(gate, up, n, y, [](F32 g) { return gelu(g); });
     case Activation::ClampedSwiglu: return map(gate, up, n, y, [](F32 g, F32 u) { return clamped_swiglu(g, u); });
   }
 }

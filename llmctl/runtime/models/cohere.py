@@ -1,11 +1,11 @@
-"""The Cohere families: Command R and Aya (cohere), and Command R7B (cohere2), whose layers alternate between a window with
+"""The Cohere families: Command R, R+ and Aya (cohere), and Command R7B (cohere2), whose layers alternate between a window with
 positions and everything without. Attention and MLP read one norm, and add to the stream together."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from llmctl.runtime.checkpoint.names import LAYER_NAMES, TOP_NAMES, GgufNames
+from llmctl.runtime.checkpoint.names import LAYER_NAMES, QK_NORM_NAMES, TOP_NAMES, GgufNames
 from llmctl.runtime.models.config import NORM_SHARED, LayerConfig, ModelConfig
 from llmctl.runtime.models.family import LAYER_NORM_EPS, Family
 from llmctl.runtime.models.hf_config import HfConfig
@@ -18,8 +18,8 @@ _PATTERN = 4
 def read_cohere(values: dict[str, Any]) -> ModelConfig:
     """Hugging Face CohereConfig → ModelConfig."""
     hf = HfConfig({**_DEFAULTS, **values})
-    hf.refuse("use_qk_norm", (False,), "the norms of every head of Command R+ are not read yet")
-    return _read(hf, COHERE.name, (LayerConfig(None, rope_of(hf, hf.head_dim())),) * hf.layers())
+    layers = (LayerConfig(None, rope_of(hf, hf.head_dim())),) * hf.layers()
+    return _read(hf, COHERE.name, layers, qk_norm="each" if hf.flag("use_qk_norm") else None)
 
 
 def read_cohere2(values: dict[str, Any]) -> ModelConfig:
@@ -31,7 +31,7 @@ def read_cohere2(values: dict[str, Any]) -> ModelConfig:
     return _read(hf, COHERE2.name, tuple(choices[kind] for kind in types))
 
 
-def _read(hf: HfConfig, name: str, layers: tuple[LayerConfig, ...]) -> ModelConfig:
+def _read(hf: HfConfig, name: str, layers: tuple[LayerConfig, ...], **choices: Any) -> ModelConfig:
     bias = hf.flag("attention_bias")
     return standard_config(
         hf,
@@ -45,13 +45,14 @@ def _read(hf: HfConfig, name: str, layers: tuple[LayerConfig, ...]) -> ModelConf
         norms=NORM_SHARED,
         rope_interleaved=True,
         logit_scale=hf.positive("logit_scale", 0.0625),
+        **choices,
     )
 
 
 def cohere_keys(config: ModelConfig) -> dict[str, Any]:
     """What CohereConfig has beyond the keys of all families."""
     keys = {"layer_norm_eps": config.rms_norm_eps, "logit_scale": config.logit_scale}
-    return {"hidden_act": config.activation, "use_qk_norm": False, **keys}
+    return {"hidden_act": config.activation, "use_qk_norm": config.qk_norm is not None, **keys}
 
 
 def cohere2_keys(config: ModelConfig) -> dict[str, Any]:
@@ -65,7 +66,7 @@ COHERE = Family(
     model_types=("cohere",),
     read_config=read_cohere,
     gguf_arch="command-r",
-    gguf_names=_NAMES,
+    gguf_names=GgufNames(top=TOP_NAMES, layer={**LAYER_NAMES, **QK_NORM_NAMES}, permuted={}),
     hf_class="CohereForCausalLM",
     hf_keys=cohere_keys,
     eps_keys=("layer_norm_eps", LAYER_NORM_EPS),

@@ -103,14 +103,15 @@ class ModelConfig:
     """Shapes and choices of one model, in Hugging Face's names.
 
     attention_scale: factor on q·k. attention_bias, attention_out_bias: on q/k/v and on o. embedding_scale: factor on embedded
-    tokens. norm_offset: added to stored norm weights (1.0 for families that store w of 1 + w). qk_norm: RMSNorm of queries and
-    keys, over every "head" or over "all" heads together. norms: of a block. residual_scale: factor on what a block adds.
-    logit_scale multiplies the logits, final_softcap bounds them. fused_qkv, fused_gate_up: stored as one matrix, q above k
-    above v and gate above up. rope_interleaved: stored q and k rows are in the order of pairs side by side. layer_norm: all
-    norms take the mean away (norm_bias: and add a bias). gated_mlp: down(act(gate) · up), else c_proj(act(c_fc)). parallel:
-    attention and MLP read the same normed input. query_growth: queries grow with the logarithm of how many original contexts
-    precede them, at this rate. learned_positions: a vector for every position is added to the embedded tokens. experts: of the
-    layers that are sparse. latent: keys and values come from a latent, and head_dim is that of a query.
+    tokens. norm_offset: added to stored norm weights (1.0 for families that store w of 1 + w). qk_norm: norms of queries and
+    keys, over every "head" with one vector of weights, over "each" head with its own, or over "all" heads together. norms: of
+    a block. residual_scale: factor on what a block adds. logit_scale multiplies the logits, final_softcap bounds them.
+    fused_qkv, fused_gate_up: stored as one matrix, q above k above v and gate above up. rope_interleaved: stored q and k rows
+    are in the order of pairs side by side. layer_norm: all norms take the mean away (norm_bias: and add a bias). gated_mlp:
+    down(act(gate) · up), else c_proj(act(c_fc)). parallel: attention and MLP read the same normed input. query_growth: queries
+    grow with the logarithm of how many original contexts precede them, at this rate. learned_positions: a vector for every
+    position is added to the embedded tokens. experts: of the layers that are sparse. latent: keys and values
+    come from a latent, and head_dim is that of a query.
     """
 
     family: str
@@ -137,7 +138,7 @@ class ModelConfig:
     norm_bias: bool = False
     gated_mlp: bool = True
     parallel: bool = False
-    qk_norm: Literal["head", "all"] | None = None
+    qk_norm: Literal["head", "each", "all"] | None = None
     norms: BlockNorms = BlockNorms()
     norm_offset: float = 0.0
     embedding_scale: float = 1.0

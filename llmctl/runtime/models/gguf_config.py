@@ -62,6 +62,7 @@ def config_from_gguf(
     config["attention_bias"] = not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(shapes)
     config["attention_out_bias"] = "blk.0.attn_output.bias" in shapes
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in shapes
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in shapes
     config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in shapes
     _add_head_dim(config, metadata, arch)
     _add_layer_types(config, metadata, arch)

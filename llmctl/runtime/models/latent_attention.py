@@ -68,7 +68,7 @@ class LatentAttention:
         return matrices
 
     def _norm(self, weights: ModelWeights, name: str, size: int) -> Norm:
-        return Norm(self.ops, replace(self.config, rms_norm_eps=LATENT_EPS), weights, self._prefix + name, size)
+        return Norm(self.ops, replace(self.config, rms_norm_eps=LATENT_EPS), weights, self._prefix + name, (size,))
 
     def _turned(self, heads: int) -> np.ndarray:
         """The order of the rotating rows of so many heads that has halves, which is how they are rotated here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,12 +74,22 @@ class Linear:
 class Norm:
     """RMSNorm or LayerNorm over the last axis, the family's offset already in the weight."""
 
-    def __init__(self, ops: Ops, config: ModelConfig, weights: ModelWeights, name: str, size: int | None = None) -> None:
-        vector = dequantize(checked(weights, f"{name}.weight", (size or config.hidden_size,)))
+    def __init__(
+        self,
+        ops: Ops,
+        config: ModelConfig,
+        weights: ModelWeights,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        order: Rows = None,
+    ) -> None:
+        """shape: of the weight, (hidden_size,) by default. order: of its numbers, None for as they are stored."""
+        vector = dequantize(checked(weights, f"{name}.weight", shape or (config.hidden_size,)))
+        vector = vector if order is None else vector.reshape(-1)[order].reshape(vector.shape)
         self.ops, self.eps = ops, config.rms_norm_eps
         self.weight, self.bias = ops.prepare_vector(shifted(vector, config.norm_offset), "float32"), None
         self.layer_norm = config.layer_norm
-        if config.norm_bias:
+        if config.norm_bias and shape is None:  # norms of heads have none
             self.bias = ops.prepare_vector(dequantize(checked(weights, f"{name}.bias", vector.shape)), "float32")
 
     def forward(self, x: Array) -> Array:
@@ -97,11 +108,8 @@ class Attention:
         self.q_proj, self.k_proj, self.v_proj = self._read_inputs(weights, prefix)
         self.o_proj = Linear.read(ops, weights, prefix + "o_proj", (config.hidden_size, query), config.attention_out_bias)
         if config.qk_norm:
-            heads = (1, 1) if config.qk_norm == "head" else (config.num_heads, config.num_kv_heads)
-            self.q_norm, self.k_norm = (
-                Norm(ops, config, weights, prefix + name, count * config.head_dim)
-                for name, count in zip(("q_norm", "k_norm"), heads, strict=True)
-            )
+            heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
+            self.q_norm, self.k_norm = (self._read_norm(weights, prefix + name, count) for name, count in heads.items())
 
     def _read_inputs(self, weights: ModelWeights, prefix: str) -> list[Linear]:
         """The projections of q, k and v."""
@@ -115,6 +123,13 @@ class Attention:
             Linear.read_parts(ops, weights, prefix + name, (size, hidden), [order], bias)[0]
             for name, size, order in zip(("q_proj", "k_proj", "v_proj"), sizes, orders, strict=True)
         ]
+
+    def _read_norm(self, weights: ModelWeights, name: str, heads: int) -> Norm:
+        """The norm of so many heads; its numbers follow the order of the rows whose results it is over."""
+        head_dim = self.config.head_dim
+        shapes = {"head": (head_dim,), "each": (heads, head_dim), "all": (heads * head_dim,)}
+        shape = shapes[self.config.qk_norm]
+        return Norm(self.ops, self.config, weights, name, shape, self._halves(math.prod(shape)))
 
     def _halves(self, size: int) -> Rows:
         """The order of rows that brings pairs of a head to its halves, which is how they are rotated here."""
@@ -147,7 +162,7 @@ class Attention:
         queries = ops.reshape(queries, (-1, config.num_heads, config.head_dim))
         keys = ops.reshape(keys, (-1, config.num_kv_heads, config.head_dim))
         values = ops.reshape(self.v_proj.forward(x), (-1, config.num_kv_heads, config.head_dim))
-        if config.qk_norm == "head":
+        if config.qk_norm in ("head", "each"):
             queries, keys = self.q_norm.forward(queries), self.k_norm.forward(keys)
         if self.choices.rope is not None:
             cos, sin = tables.angles(self.choices.rope)

@@ -36,6 +36,18 @@ def test_rms_norm(isa: str, n: int) -> None:
 
 
 @every_isa
+@every_length
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layer_norm(isa: str, n: int, has_bias: bool) -> None:
+    """Of numbers whose mean is many times what they differ by."""
+    x, weight, offset = normal(3, n)
+    x, bias = x + 30, offset if has_bias else None
+    wide = x.astype(np.float64) - x.astype(np.float64).mean()
+    expected = wide / np.sqrt((wide**2).mean() + 1e-5) * weight + (offset if has_bias else 0)
+    np.testing.assert_allclose(native.layer_norm(isa, x, weight, bias, 1e-5), expected, rtol=1e-5, atol=2e-5)
+
+
+@every_isa
 def test_rms_norm_of_zeros_is_zero_not_nan(isa: str) -> None:
     np.testing.assert_array_equal(native.rms_norm(isa, np.zeros(20, np.float32), np.ones(20, np.float32), 1e-6), 0)
 
