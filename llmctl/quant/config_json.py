@@ -18,6 +18,7 @@ from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.family import Family
 from llmctl.runtime.models.gguf_config import global_and_local_rope
+from llmctl.runtime.models.rope import RopeConfig
 from llmctl.runtime.tokenizer.facts import Facts
 
 TORCH_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
@@ -44,7 +45,7 @@ def config_json(config: ModelConfig, family: Family, form: Format, facts: Facts 
         "rms_norm_eps": round_trip(config.rms_norm_eps),
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_bias": config.attention_bias,
-        **_rope_keys(config),
+        **_rope_keys(config, family),
         **family.hf_keys(config),
         **special_ids(facts, config),
         "use_cache": True,
@@ -54,7 +55,7 @@ def config_json(config: ModelConfig, family: Family, form: Format, facts: Facts 
     return values
 
 
-def _rope_keys(config: ModelConfig) -> dict[str, Any]:
+def _rope_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
     rope, local = global_and_local_rope(config)
     if rope is None:
         return {}
@@ -63,7 +64,13 @@ def _rope_keys(config: ModelConfig) -> dict[str, Any]:
         keys["partial_rotary_factor"] = rope.rotary_dim / config.head_dim
     if local is not None:
         keys["rope_local_base_freq"] = round_trip(local.theta)
+    if family.hf_nested_rope and local is not None:
+        keys["rope_parameters"] = {"full_attention": _nested(rope), "sliding_attention": _nested(local)}
     return keys
+
+
+def _nested(rope: RopeConfig) -> dict[str, Any]:
+    return {**(rope_scaling(rope) or {"rope_type": "default"}), "rope_theta": round_trip(rope.theta)}
 
 
 def special_ids(facts: Facts | None, config: ModelConfig) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Family:
     of. gguf_keys: keys below `{arch}.` that only this family has, or that say something else than usual.
     gguf_window_pattern: GGUF says layer by layer whether there is a window.
     hf_names: tensor names of folders, where they are not the usual ones. hf_spelling: usual config key → what config.json calls
-    it instead.
+    it instead. hf_nested_rope: transformers looks for the rope of each type of layer by itself.
     """
 
     name: str
@@ -47,3 +47,4 @@ class Family:
     gguf_window_pattern: bool = False
     hf_names: HfNames = field(default_factory=HfNames)
     hf_spelling: Mapping[str, str] = field(default_factory=dict)
+    hf_nested_rope: bool = False

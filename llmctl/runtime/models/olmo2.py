@@ -69,4 +69,5 @@ FAMILY = Family(
     hf_keys=hf_keys,
     complete_gguf=complete_gguf,
     gguf_window_pattern=True,
+    hf_nested_rope=True,
 )
