@@ -111,7 +111,8 @@ class ModelConfig:
     down(act(gate) · up), else c_proj(act(c_fc)). parallel: attention and MLP read the same normed input. query_growth: queries
     grow with the logarithm of how many original contexts precede them, at this rate. learned_positions: a vector for every
     position is added to the embedded tokens. experts: of the layers that are sparse. latent: keys and values
-    come from a latent, and head_dim is that of a query.
+    come from a latent, and head_dim is that of a query. attention_sinks: a learned score for every head takes part in its
+    softmax.
     """
 
     family: str
@@ -146,6 +147,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     query_growth: float | None = None
     learned_positions: bool = False
+    attention_sinks: bool = False
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     attention_softcap: float | None = None

@@ -107,6 +107,9 @@ class Attention:
         prefix, query = f"model.layers.{index}.self_attn.", config.num_heads * config.head_dim
         self.q_proj, self.k_proj, self.v_proj = self._read_inputs(weights, prefix)
         self.o_proj = Linear.read(ops, weights, prefix + "o_proj", (config.hidden_size, query), config.attention_out_bias)
+        self.sinks = None
+        if config.attention_sinks:
+            self.sinks = ops.prepare_vector(checked(weights, prefix + "sinks.weight", (config.num_heads,)), "float32")
         if config.qk_norm:
             heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
             self.q_norm, self.k_norm = (self._read_norm(weights, prefix + name, count) for name, count in heads.items())
@@ -149,7 +152,7 @@ class Attention:
         pages, batch = cache.layer(self.index), batch.of_group(cache.group(self.index))
         ops.store_kv(keys, values, pages, batch)
         window = self.choices.sliding_window
-        y = ops.attention(queries, pages, batch, config.attention_scale, window, config.attention_softcap)
+        y = ops.attention(queries, pages, batch, config.attention_scale, window, config.attention_softcap, self.sinks)
         y = ops.reshape(y, (-1, config.num_heads * config.head_dim))
         return self.o_proj.forward(y if rows is None else ops.take_rows(y, rows))
 

@@ -39,9 +39,11 @@ def rope_of(hf: HfConfig, head_dim: int) -> RopeConfig:
     return RopeConfig.from_hf({**hf.values, "head_dim": head_dim})
 
 
-def windowed(types: list[str], window: int | None, rope: RopeConfig | None) -> tuple[LayerConfig, ...]:
-    """Layers of one rope, those of type SLIDING with this window."""
-    choices = {FULL: LayerConfig(None, rope), SLIDING: LayerConfig(window, rope)}
+def windowed(
+    types: list[str], window: int | None, rope: RopeConfig | None, *, sparse: bool = False
+) -> tuple[LayerConfig, ...]:
+    """Layers of one rope, those of type SLIDING with this window. sparse: all of them have experts."""
+    choices = {FULL: LayerConfig(None, rope, sparse), SLIDING: LayerConfig(window, rope, sparse)}
     return tuple(choices[kind] for kind in types)
 
 

@@ -170,6 +170,7 @@ OFF: dict[str, Any] = {
     "layer_norm": False,
     "norm_bias": False,
     "learned_positions": False,
+    "attention_sinks": False,
 }
 
 
