@@ -86,6 +86,11 @@ def print_json(document: Mapping[str, Any], *, indent: int | None = 2) -> None:
     _write_json({"version": JSON_VERSION, **document}, indent)
 
 
+def json_line(document: Mapping[str, Any]) -> str:
+    """The document in one line, with its version, for a file: always UTF-8."""
+    return json.dumps(_plain({"version": JSON_VERSION, **document}), ensure_ascii=False, allow_nan=False)
+
+
 def print_json_array(documents: Sequence[Mapping[str, Any]]) -> None:
     """Write one JSON array whose objects each have a version field: for a format that others defined as an array."""
     _write_json([{"version": JSON_VERSION, **document} for document in documents], 2)

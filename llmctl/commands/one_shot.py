@@ -36,6 +36,7 @@ def answer_once(session: Session, prompt: str) -> None:
     from llmctl.runtime.engine import Engine
     from llmctl.runtime.engine.engine import check_prompt
 
+    tell_missing_template(session)
     messages = None if session.template is None else session.messages(prompt)
     token_ids = encode(session, prompt, messages)
     check_prompt(token_ids, session.opened.num_tokens, session.opened.context_length)
@@ -52,6 +53,12 @@ def answer_once(session: Session, prompt: str) -> None:
         raise typer.Exit(INTERRUPTED)
 
 
+def tell_missing_template(session: Session) -> None:
+    """Say that there is none, unless nobody asked for one."""
+    if session.template is None and not session.request.raw:
+        console.info("This model has no chat template: the prompt is completed as raw text, as with --no-chat.")
+
+
 def encode(session: Session, prompt: str, messages: list[dict[str, Any]] | None) -> list[int]:
     """The messages as ids, through the chat template; or, without messages, the prompt as raw text.
 
@@ -62,8 +69,6 @@ def encode(session: Session, prompt: str, messages: list[dict[str, Any]] | None)
     tokenizer = session.opened.tokenizer
     if messages is not None:
         return encode_chat(tokenizer, messages, template=session.template)
-    if not session.request.raw:
-        console.info("This model has no chat template: the prompt is completed as raw text, as with --no-chat.")
     return tokenizer.encode(prompt, parse_special=True)
 
 

@@ -43,11 +43,16 @@ def read_stdin() -> str | None:
     """Piped stdin to its end; None on a terminal, where stdin is closed, and where there is nothing but white space."""
     if sys.stdin is None or console.is_terminal(sys.stdin):
         return None
+    text = _decode(read_stdin_bytes(), "standard input")
+    return text if text.strip() else None
+
+
+def read_stdin_bytes() -> bytes:
+    """Stdin to its end; nothing where it is closed. Errors: UsageError."""
     try:
-        text = _decode(sys.stdin.buffer.read(), "standard input")
+        return b"" if sys.stdin is None else sys.stdin.buffer.read()
     except OSError as error:
         raise UsageError(f"standard input cannot be read: {error.strerror or error}") from error
-    return text if text.strip() else None
 
 
 def _decode(data: bytes, what: str) -> str:

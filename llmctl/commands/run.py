@@ -7,6 +7,7 @@ from pathlib import Path
 from llmctl.commands import console
 from llmctl.commands import run_options as opt
 from llmctl.commands import sampling_options as smp
+from llmctl.commands.conversion import ForceOption
 from llmctl.commands.options import (
     ActivationsOption,
     AsOption,
@@ -23,6 +24,8 @@ from llmctl.commands.options import (
 )
 from llmctl.commands.session import Request, open_session
 from llmctl.errors import ModelNotFoundError, UsageError
+
+DEFAULT_PARALLEL = 8
 
 
 def run(
@@ -72,6 +75,10 @@ def run(
     json: JsonOption = False,
     json_lines: opt.JsonLinesOption = False,
     logprobs: opt.LogprobsOption = None,
+    batch: opt.BatchOption = None,
+    output: opt.BatchOutputOption = None,
+    parallel: opt.ParallelOption = None,
+    force: ForceOption = False,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -130,8 +137,21 @@ def run(
         breakers=smp.breakers(dry_sequence_breaker, is_on=bool(dry_multiplier)),
     )
     _check(request)
+    if logprobs is not None and not (json or json_lines or batch):
+        raise UsageError("--logprobs are a part of --json and --json-lines: add one of them")
+    if batch is None and (output or parallel or force):
+        raise UsageError(f"{'-o' if output else '--parallel' if parallel else '--force'} is for --batch")
+    if batch is not None and (argument is not None or file or json or json_lines):
+        raise UsageError(
+            "--batch has its prompts in its file and writes JSON lines: leave out the prompt, --json and --json-lines"
+        )
     _require_known_model(request, is_lone=model is not None and words is None and prompt is None)
-    _dispatch(request, _whole_prompt(file, argument))
+    if batch is not None:
+        from llmctl.commands.batch import answer_batch
+
+        answer_batch(open_session(request), batch, output, parallel=parallel or DEFAULT_PARALLEL, force=force)
+    else:
+        _dispatch(request, _whole_prompt(file, argument))
 
 
 def _dispatch(request: Request, prompt: str | None) -> None:
@@ -172,8 +192,6 @@ def _check(request: Request) -> None:
             raise UsageError(f"{flag} needs some text, found an empty one")
     if request.json and request.json_lines:
         raise UsageError("--json and --json-lines exclude each other")
-    if "num_logprobs" in request.sampling and not (request.json or request.json_lines):
-        raise UsageError("--logprobs are a part of --json and --json-lines: add one of them")
     if request.raw and request.template:
         raise UsageError("--no-chat uses no template: leave out --chat-template")
     if request.raw and request.system is not None:

@@ -65,3 +65,26 @@ LogprobsOption = Annotated[
 JsonLinesOption = Annotated[
     bool, typer.Option("--json-lines", help="Print JSON events, one a line, as they come: start, token …, end.")
 ]
+BatchOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--batch",
+        metavar="FILE",
+        help="Answer every line of a JSON-lines file (-: stdin), several at once. A line has prompt or messages, and may have "
+        "id, system, stop, max_tokens, temperature, top_k, top_p, min_p, seed.",
+        show_default=False,
+    ),
+]
+BatchOutputOption = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="OUT",
+        help="Where --batch writes, in the order of the lines; a stopped run is gone on with.",
+        show_default="stdout",
+    ),
+]
+ParallelOption = Annotated[
+    int | None, typer.Option("--parallel", min=1, help="Answers that --batch works on at once.", show_default="8")
+]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from llmctl.runtime.engine import Engine, FinishReason, Sequence, TokenOutput
 from llmctl.runtime.sampling.params import SamplingParams
+from llmctl.runtime.sampling.sampler import SampledToken
 from llmctl.runtime.tokenizer import Tokenizer
 
 
@@ -187,3 +188,94 @@ def generate_text(
 ) -> TextStream:
     """Generate from a prompt. Iterate the result for `TextEvent`s; `.stats` holds counts and times, `.sequence` the ids."""
     return TextStream(engine, tokenizer, prompt_token_ids, params, stop or [])
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """One of several prompts that are answered together."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stop: list[str]
+
+
+class Batch:
+    """Answers requests, several at once, as each alone would be answered.
+
+    width: sequences in the engine; requests are taken from the iterable only as they find room.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, requests: Iterable[TextRequest], width: int) -> None:
+        self._engine, self._tokenizer, self._width = engine, tokenizer, width
+        self._waiting = enumerate(requests)
+        self._running: dict[Sequence, _Running] = {}
+        self._cancelled = False
+
+    def __iter__(self) -> Iterator[tuple[int, Completion]]:
+        """The number of each request and its answer, as they are done."""
+        try:
+            while not self._cancelled and self._admit():
+                for output in self._engine.step():
+                    done = self._running[output.sequence].push(output)
+                    if done is not None:
+                        self._engine.abort(output.sequence)  # a stop string may have come before the engine's own end
+                        yield self._running.pop(output.sequence).number, done
+        finally:
+            for sequence in self._running:
+                self._engine.abort(sequence)
+
+    def _admit(self) -> bool:
+        """Fill the engine; False when there is nothing left to do."""
+        while len(self._running) < self._width and (entry := next(self._waiting, None)) is not None:
+            number, request = entry
+            sequence = self._engine.add(request.prompt_token_ids, request.params)
+            self._running[sequence] = _Running(number, TextAssembler(self._tokenizer, request.stop), Completion(sequence))
+        return bool(self._running)
+
+    def cancel(self) -> None:
+        """Ask for the end, from a signal handler: unfinished answers are given up."""
+        self._cancelled = True
+        self._engine.interrupt()
+
+
+class Completion:
+    """An answer of a batch. tokens: as they were drawn. is_complete: False where it was cut before a grammar was satisfied."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+        self.seed = sequence.sampler.seed
+        self.text = ""
+        self.tokens: list[SampledToken] = []
+        self.finish_reason: FinishReason = "abort"
+        self.stop_string: str | None = None
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Counts; times have no meaning for one of several."""
+        sequence = self._sequence
+        return GenerationStats(sequence.num_prompt_tokens, sequence.num_cached_tokens, len(self.tokens))
+
+    @property
+    def is_complete(self) -> bool:
+        return self.finish_reason != "length" or self._sequence.sampler.is_complete
+
+    def take(self, event: TextEvent) -> None:
+        """Add what came."""
+        self.text += event.text
+        if event.token_id is not None:
+            self.tokens.append(SampledToken(event.token_id, event.logprob, event.top_logprobs))
+        if event.finish_reason is not None:
+            self.finish_reason, self.stop_string = event.finish_reason, event.stop_string
+
+
+@dataclass
+class _Running:
+    number: int
+    assembler: TextAssembler
+    completion: Completion
+
+    def push(self, output: TokenOutput) -> Completion | None:
+        """Take in a token; the completion when it was the last."""
+        event = self.assembler.push(output)
+        self.completion.take(event)
+        return None if event.finish_reason is None else self.completion

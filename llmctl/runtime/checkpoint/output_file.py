@@ -29,17 +29,30 @@ class OutputFile:
     The temporary name is fixed (`.NAME.partial`) and locked: what a killed run left is used again instead of piling up,
     and two runs cannot write the same target. Use `commit` for success, `abort` for anything else.
     Errors: OutputError naming the file and the cause (folder missing or read-only, disk full).
+
+    temporary: that name. resume: what is under it is gone on with; `kept` is what it was, and `suspend` leaves it for the next
+    run.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
         # Through a link the real file is replaced, so that the link stays one.
         self._target = Path(os.path.realpath(path))
-        self._temporary = self._target.with_name(f".{self._target.name}.partial")
+        self.temporary = self._target.with_name(f".{self._target.name}.partial")
         _check_target(path, self._target)
-        self._descriptor: int | None = _open_locked(self._temporary, path)
+        self._descriptor: int | None = _open_locked(self.temporary, path)
         self._replaces = os.path.lexists(self._target)
-        self.position = 0
+        self.kept, self.position = b"", 0
+        if resume:
+            self.kept = self.temporary.read_bytes()
+            self.cut(len(self.kept))
+        else:
+            os.ftruncate(self._descriptor, 0)
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` bytes; what is written next comes after them."""
+        os.ftruncate(self._open_descriptor(), length)
+        self.position = os.lseek(self._open_descriptor(), length, os.SEEK_SET)
 
     def require(self, count: int) -> None:
         """OutputError if the disk has not `count` bytes free: said before the work, not after hours of it."""
@@ -66,7 +79,7 @@ class OutputFile:
             raise OutputError(f"{self.path}: a file of this name has appeared while it was written; it is kept")
         try:
             os.fsync(descriptor)
-            self._temporary.replace(self._target)
+            self.temporary.replace(self._target)
             self._descriptor = None
             os.close(descriptor)
             sync_folder(self._target.parent)
@@ -74,13 +87,19 @@ class OutputFile:
             self.abort()
             raise output_error(self.path, error) from error
 
+    def suspend(self) -> None:
+        """Leave what was written under the temporary name. Nothing happens after `commit` or a second time."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
     def abort(self) -> None:
         """Remove what was written. Nothing happens after `commit` or a second time."""
         if self._descriptor is None:
             return
         descriptor, self._descriptor = self._descriptor, None
         with contextlib.suppress(OSError):  # removed first: while it is locked nobody else can have taken it over
-            self._temporary.unlink()
+            self.temporary.unlink()
         with contextlib.suppress(OSError):
             os.close(descriptor)
 
@@ -102,14 +121,13 @@ def _check_target(path: Path, target: Path) -> None:
 
 
 def _open_locked(temporary: Path, path: Path) -> int:
-    """A descriptor of the temporary file, empty and locked."""
+    """A descriptor of the temporary file, locked."""
     while True:
         descriptor = None
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_at(descriptor, temporary):  # else its last writer renamed or removed it before we had the lock
-                os.ftruncate(descriptor, 0)
                 return descriptor
             os.close(descriptor)
         except OSError as error:

@@ -177,3 +177,32 @@ def test_output_that_is_the_input(tmp_path: Path) -> None:
     for output in (source, link, tmp_path / "hard", tmp_path / ".." / tmp_path.name / "a"):
         with pytest.raises(OutputError, match="the output is the same file as the input"):
             refuse_same_file([other, source], output)
+
+
+def test_a_file_that_is_gone_on_with_keeps_what_there_was(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    first = OutputFile(path, resume=True)
+    assert first.kept == b""
+    first.write(b"one\ntw")
+    first.suspend()
+    first.suspend()
+    assert not path.exists()
+    second = OutputFile(path, resume=True)
+    assert second.kept == b"one\ntw"
+    with pytest.raises(OutputError, match="another process"):
+        OutputFile(path, resume=True)
+    second.cut(4)
+    second.write(b"two\n")
+    second.commit()
+    assert path.read_bytes() == b"one\ntwo\n"
+    assert [file.name for file in tmp_path.iterdir()] == ["lines"]
+
+
+def test_a_new_file_forgets_what_was_left(tmp_path: Path) -> None:
+    left = OutputFile(tmp_path / "file", resume=True)
+    left.write(b"old and long")
+    left.suspend()
+    new = OutputFile(tmp_path / "file")
+    new.write(b"new")
+    new.commit()
+    assert (tmp_path / "file").read_bytes() == b"new"
