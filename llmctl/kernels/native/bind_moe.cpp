@@ -37,7 +37,7 @@ class OwningMoe {
             const std::string& activation, bool int8, const std::optional<std::string>& isa)
       : pool_(std::move(pool)), gate_(std::move(gate)), up_(std::move(up)), down_(std::move(down)),
         moe_(isa ? &kernels_named(*isa) : active_kernels(), std::move(routing), matrices(gate_), matrices(up_),
-             matrices(down_), activation_named(activation), int8) {}
+             matrices(down_), SharedExpert{}, activation_named(activation), int8) {}
 
   nb::object run(const Rows& x, const Rows& logits) {
     const auto tokens = static_cast<int64_t>(x.shape(0));
@@ -48,7 +48,7 @@ class OwningMoe {
     nb::capsule owner(y, [](void* p) noexcept { delete[] static_cast<float*>(p); });
     {
       nb::gil_scoped_release release;
-      moe_.prepare(pool_->size(), tokens, x.data(), logits.data(), y);
+      moe_.prepare(scratch_, pool_->size(), {tokens, x.data(), logits.data(), nullptr, nullptr, nullptr, y});
       pool_->run([this](int worker) { moe_.run(*pool_, worker); });
     }
     return nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>>(y, {x.shape(0), x.shape(1)}, owner));
@@ -58,6 +58,7 @@ class OwningMoe {
   std::shared_ptr<ThreadPool> pool_;
   Weights gate_, up_, down_;
   Moe moe_;
+  MoeScratch scratch_;
 };
 
 // experts [tokens][top_k] and weights, for the tests.

@@ -178,21 +178,38 @@ ExpertMatrices experts_of(OwningProgram& self, const std::vector<nb::object>& we
   return experts;
 }
 
-// experts: gate, up and down. counts: int64 [experts], to which every run adds.
-void add_moe_phase(OwningProgram& self, int x, int logits, int out, const std::vector<std::vector<nb::object>>& experts,
-                   const std::vector<nb::object>& biases, const Routing& routing, Activation activation,
-                   const nb::object& counts) {
+SharedExpert shared_of(OwningProgram& self, const nb::object& down, const nb::object& bias) {
+  SharedExpert shared;
+  if (!down.is_none()) shared.down = matrix_of(self, down);
+  if (bias.is_none()) return shared;
+  require(static_cast<int64_t>(nb::cast<Numbers>(bias, false).size()) == shared.down.rows, "one bias a row is needed");
+  shared.bias = vector_of(self, bias);
+  return shared;
+}
+
+void require_widths(const OwningProgram& self, const MoeBuffers& buffers, const Moe& moe) {
+  auto fits = [&](int buffer, int64_t width) { return buffer < 0 || self.program.width(buffer) == width; };
+  require(buffers.x >= 0 && buffers.logits >= 0 && buffers.out >= 0 && (buffers.shared >= 0) == (moe.shared_size() > 0),
+          "a mixture of experts lacks a buffer");
+  require(fits(buffers.x, moe.hidden()) && fits(buffers.out, moe.hidden()) && fits(buffers.residual, moe.hidden()) &&
+              fits(buffers.logits, moe.num_experts()) && fits(buffers.shared, moe.shared_size()) && fits(buffers.shared_gate, 1),
+          "the buffers are not as wide as the experts");
+}
+
+// experts: gate, up and down. shared: None, or the second matrix of the expert that all tokens pass. counts: int64 [experts], to
+// which every run adds.
+void add_moe_phase(OwningProgram& self, const MoeBuffers& buffers, const std::vector<std::vector<nb::object>>& experts,
+                   const std::vector<nb::object>& biases, const nb::object& shared, const nb::object& shared_bias,
+                   const Routing& routing, Activation activation, const nb::object& counts) {
   require(experts.size() == 3 && biases.size() == 3, "gate, up and down are needed");
   auto counters = nb::cast<nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>>(counts, false);
   require(static_cast<int64_t>(counters.size()) == routing.num_experts, "one counter an expert is needed");
   self.owners.push_back(counts);
   auto moe = std::make_unique<Moe>(active_kernels(), routing, experts_of(self, experts[0], biases[0]),
-                                   experts_of(self, experts[1], biases[1]), experts_of(self, experts[2], biases[2]), activation,
-                                   self.int8, counters.data());
-  require(self.program.width(x) == moe->hidden() && self.program.width(out) == moe->hidden() &&
-              self.program.width(logits) == moe->num_experts(),
-          "the buffers are not as wide as the experts");
-  self.program.add_moe_phase(x, logits, out, std::move(moe));
+                                   experts_of(self, experts[1], biases[1]), experts_of(self, experts[2], biases[2]),
+                                   shared_of(self, shared, shared_bias), activation, self.int8, counters.data());
+  require_widths(self, buffers, *moe);
+  self.program.add_moe_phase(buffers, std::move(moe));
 }
 
 void require_range(const int64_t* values, int64_t count, int64_t lowest, int64_t end, const char* what) {
@@ -383,6 +400,14 @@ void bind_program(nb::module_& m) {
         self.group = group;
         self.is_value = is_value;
       });
+  nb::class_<MoeBuffers>(m, "MoeBuffers")
+      .def(nb::init<>())
+      .def_rw("x", &MoeBuffers::x)
+      .def_rw("logits", &MoeBuffers::logits)
+      .def_rw("shared", &MoeBuffers::shared)
+      .def_rw("shared_gate", &MoeBuffers::shared_gate)
+      .def_rw("residual", &MoeBuffers::residual)
+      .def_rw("out", &MoeBuffers::out);
   nb::class_<OwningProgram>(m, "Program")
       .def(nb::init<std::shared_ptr<ThreadPool>, bool>(), nb::arg("pool"), nb::arg("int8"))
       .def("add_buffer",
@@ -391,8 +416,8 @@ void bind_program(nb::module_& m) {
              return self.program.add_buffer(width, is_rows ? Domain::Rows : Domain::Tokens);
            })
       .def("add_matrix_phase", &add_matrix_phase)
-      .def("add_moe_phase", &add_moe_phase, nb::arg("x"), nb::arg("logits"), nb::arg("out"), nb::arg("experts"),
-           nb::arg("biases"), nb::arg("routing"), nb::arg("activation"), nb::arg("counts"))
+      .def("add_moe_phase", &add_moe_phase, nb::arg("buffers"), nb::arg("experts"), nb::arg("biases"),
+           nb::arg("shared").none(), nb::arg("shared_bias").none(), nb::arg("routing"), nb::arg("activation"), nb::arg("counts"))
       .def("add_attention_phase",
            [](OwningProgram& self, int queries, int out, const nb::object& pages, int group, int64_t num_heads, float scale,
               int64_t window, float softcap, const nb::object& sinks) {

@@ -44,7 +44,7 @@ struct Program::MatrixPhase : Program::Phase {
         throw;
       }
     }
-    if (own_rows) queue.restart(static_cast<int64_t>(chunks.size()), program.pool_->size());
+    if (own_rows) queue.restart(program.pool_->size());
   }
 
   // Makes room for another number of rows, and divides the work for it.
@@ -158,7 +158,8 @@ struct Program::MatrixPhase : Program::Phase {
 
   void run_own_chunks(Program& program, Worker& worker) {
     int helped = 0;
-    for (int64_t item; (item = queue.take(worker.number, helped)) >= 0;) run_chunk(program, worker, chunks[item], 0, num_rows);
+    const auto items = static_cast<int64_t>(chunks.size());
+    for (int64_t item; (item = queue.take(items, worker.number, helped)) >= 0;) run_chunk(program, worker, chunks[item], 0, num_rows);
   }
 
   // Blocks of tokens whose activations stay in the cache, one after the other; within each all chunks.
@@ -248,11 +249,9 @@ struct Program::MatrixPhase : Program::Phase {
   // The weights this worker begins with: memory fetches them while the workers meet and compute their rows.
   bool prefetch(int worker) const override {
     if (!own_rows || input < 0 || chunks.empty()) return true;
-    const Chunk& chunk = chunks[std::min<int64_t>(queue.begin(worker), static_cast<int64_t>(chunks.size()) - 1)];
-    const PackedMatrix& matrix = segments[chunk.segment].matrix;
-    const int64_t bytes = std::min(kPrefetch, (chunk.last_tile - chunk.first_tile) * matrix.tile_bytes());
-    const uint8_t* data = matrix.tile(chunk.first_tile);
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i, 0, 2);
+    const auto items = static_cast<int64_t>(chunks.size());
+    const Chunk& chunk = chunks[std::min(queue.begin(items, worker), items - 1)];
+    prefetch_tiles(segments[chunk.segment].matrix, chunk.first_tile, chunk.last_tile);
     return true;
   }
 

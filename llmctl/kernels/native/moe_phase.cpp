@@ -5,19 +5,22 @@
 namespace llmctl {
 
 struct Program::MoePhase : Program::Phase {
-  int x, logits, out;
+  MoeBuffers buffers;
   std::unique_ptr<Moe> moe;
   int64_t num_rows = 0;
 
   void prepare(Program& program) override {
-    num_rows = program.rows_of(program.buffers_[out].domain);
-    moe->prepare(program.pool_->size(), num_rows, program.data(x), program.data(logits), program.buffers_[out].data.get());
+    auto at = [&](int buffer) { return buffer < 0 ? nullptr : program.data(buffer); };
+    num_rows = program.rows_of(program.buffers_[buffers.out].domain);
+    moe->prepare(program.moe_scratch_, program.pool_->size(),
+                 {num_rows, at(buffers.x), at(buffers.logits), at(buffers.shared), at(buffers.shared_gate), at(buffers.residual),
+                  program.buffers_[buffers.out].data.get()});
   }
 
   void run(Program& program, int number) override {
     if (num_rows == 0) return;   // a chunk inside a prompt asks for no logits
     Stopwatch watch = program.stopwatch(*this, number);
-    moe->run(*program.pool_, number);
+    moe->run(*program.pool_, number, [&] { program.poll(*program.workers_[number]); });
     watch.mark(&PhaseTime::work);
   }
 
@@ -25,11 +28,9 @@ struct Program::MoePhase : Program::Phase {
   bool prefetch(int) const override { return true; }
 };
 
-void Program::add_moe_phase(int x, int logits, int out, std::unique_ptr<Moe> moe) {
+void Program::add_moe_phase(const MoeBuffers& buffers, std::unique_ptr<Moe> moe) {
   auto phase = std::make_unique<MoePhase>();
-  phase->x = x;
-  phase->logits = logits;
-  phase->out = out;
+  phase->buffers = buffers;
   phase->moe = std::move(moe);
   add_phase(std::move(phase));
 }

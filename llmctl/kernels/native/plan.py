@@ -47,14 +47,31 @@ class _Product:
 
 
 @dataclass
+class _Mixture:
+    """A moe node and what is added to its output: the product of the expert that all tokens share, times the sigmoid of a gate,
+    and the residual."""
+
+    node: Node
+    result: Value
+    shared: Node | None = None
+    gate: Value | None = None
+    residual: Value | None = None
+
+    def reads(self) -> list[Value]:
+        """Everything it needs from buffers."""
+        values = [*self.node.inputs, self.gate, self.residual, self.shared and self.shared.inputs[0]]
+        return [value for value in values if value is not None]
+
+
+@dataclass
 class _Phase:
-    """One phase to be: row operations, then products on `input` or of its heads; or an attention or moe node alone."""
+    """One phase to be: row operations, then products on `input` or of its heads; or attention or a mixture of experts alone."""
 
     before: list[Node] = field(default_factory=list)
     input: Value | None = None
     products: list[_Product] = field(default_factory=list)
     attention: Node | None = None
-    moe: Node | None = None
+    mixture: _Mixture | None = None
     head_linear: Node | None = None
     is_rows: bool = False
 
@@ -64,13 +81,14 @@ class _Phase:
         values += [self.input] if self.input else []
         values += [value for product in self.products for value in product.reads()]
         values += [self.attention.inputs[0]] if self.attention else []
-        return values + (list(self.moe.inputs) if self.moe else [])
+        return values + (self.mixture.reads() if self.mixture else [])
 
     def writes(self) -> list[Value]:
         """Everything it puts into buffers."""
         values = [value for node in self.before for value in node.outputs]
         values += [product.result for product in self.products if product.result]
-        node = self.attention or self.moe or self.head_linear
+        values += [self.mixture.result] if self.mixture else []
+        node = self.attention or self.head_linear
         return values + (node.outputs if node else [])
 
 
@@ -101,7 +119,7 @@ class Planner:
                 self.phases.append(_Phase(attention=node))
             elif node.op == "moe":
                 self._flush()
-                self.phases.append(_Phase(moe=node, is_rows=node.is_rows))
+                self.phases.append(_Phase(mixture=self._mixture(node), is_rows=node.is_rows))
             else:
                 self._pending.append(node)
         self._flush()
@@ -123,6 +141,38 @@ class Planner:
             if linear.number not in self._done:
                 phase.products.append(self._follow(linear, linears, known))
         self.phases.append(phase)
+
+    def _mixture(self, node: Node) -> _Mixture:
+        """The node with everything after it that can be added to its output at once."""
+        known = {value.key for phase in self.phases for value in phase.writes()}
+        mixture = _Mixture(node, node.outputs[0])
+        while (add := self._sole_reader(mixture.result)) and add.op == "add" and mixture.residual is None:
+            other = next((value for value in add.inputs if value.key != mixture.result.key), None)
+            if other is None or not (self._absorb_shared(mixture, other, known) or self._absorb_known(mixture, other, known)):
+                break
+            self._done.add(add.number)
+            mixture.result = add.outputs[0]
+        return mixture
+
+    def _absorb_shared(self, mixture: _Mixture, other: Value, known: set[tuple[int, int]]) -> bool:
+        """Whether `other` is the product of an expert that all tokens share, or that times a gate, and comes along."""
+        gate = other.node if other.node.op == "gated" else None
+        product = gate.inputs[0] if gate else other
+        linear, readers = product.node, [self._sole_reader(other), self._sole_reader(product)]
+        needed = [*linear.inputs, *(gate.inputs[1:] if gate else ())]
+        is_new = mixture.shared is None and linear.op == "linear" and linear.number not in self._done
+        if not is_new or None in readers or any(value.key not in known for value in needed):
+            return False
+        mixture.shared, mixture.gate = linear, gate.inputs[1] if gate else None
+        self._done.update(node.number for node in (linear, gate) if node)
+        return True
+
+    @staticmethod
+    def _absorb_known(mixture: _Mixture, other: Value, known: set[tuple[int, int]]) -> bool:
+        if other.key not in known:
+            return False
+        mixture.residual = other
+        return True
 
     def _follow(self, linear: Node, siblings: list[Node], known: set[tuple[int, int]]) -> _Product:
         """The product of a linear node with everything after it that can be done on its outputs at once."""
@@ -274,8 +324,8 @@ def build(program: Any, graph: Graph, result: Value) -> int:
         buffers.allocate(phase)
         if phase.attention:
             _add_attention(program, phase.attention, buffers)
-        elif phase.moe:
-            _add_moe(program, phase.moe, buffers)
+        elif phase.mixture:
+            _add_mixture(program, phase.mixture, buffers)
         else:
             before = [_row_op(node, buffers) for node in phase.before]
             segments = [_segment(product, buffers) for product in phase.products]
@@ -293,13 +343,18 @@ def _add_attention(program: Any, node: Node, buffers: Buffers) -> None:
     program.add_attention_phase(source, out, a["pages"], a["group"], queries.shape[0], a["scale"], window, softcap, a["sinks"])
 
 
-def _add_moe(program: Any, node: Node, buffers: Buffers) -> None:
-    experts, routing = node.attributes["experts"], native_routing(node.attributes["routing"])
-    x, logits = (buffers[value] for value in node.inputs)
+def _add_mixture(program: Any, mixture: _Mixture, buffers: Buffers) -> None:
+    places, a, shared = _native.MoeBuffers(), mixture.node.attributes, mixture.shared
+    places.x, places.logits = (buffers[value] for value in mixture.node.inputs)
+    places.out = buffers[mixture.result]
+    for name, value in (("shared", shared and shared.inputs[0]), ("shared_gate", mixture.gate), ("residual", mixture.residual)):
+        if value is not None:
+            setattr(places, name, buffers[value])
+    experts, down = a["experts"], shared.attributes if shared else {"weight": None, "bias": None}
     matrices = [listed(part) for part in (experts.gate, experts.up, experts.down)]
     biases = [experts.gate_bias, experts.up_bias, experts.down_bias]
-    activation = _ACTIVATIONS[node.attributes["activation"]]
-    program.add_moe_phase(x, logits, buffers[node.outputs[0]], matrices, biases, routing, activation, experts.counts)
+    routing, activation = native_routing(a["routing"]), _ACTIVATIONS[a["activation"]]
+    program.add_moe_phase(places, matrices, biases, down["weight"], down["bias"], routing, activation, experts.counts)
 
 
 def _row_op(node: Node, buffers: Buffers) -> Any:

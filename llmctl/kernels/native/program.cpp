@@ -152,7 +152,7 @@ void Program::poll(const Worker& worker) {
 }
 
 int64_t Program::bytes() const {
-  int64_t total = partials_.bytes() + quantized_.bytes();
+  int64_t total = partials_.bytes() + quantized_.bytes() + moe_scratch_.bytes();
   for (const Buffer& buffer : buffers_) total += buffer.data.bytes();
   for (const auto& w : workers_)
     total += w->rows.bytes() + w->quantized.bytes() + w->chunk.bytes() + w->chunk_up.bytes() + w->attention.bytes();

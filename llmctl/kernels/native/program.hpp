@@ -90,6 +90,11 @@ struct Segment {
   bool is_value = false;
 };
 
+// Buffers of one domain that a mixture of experts reads and writes: those of MoeInput, -1 for what there is none of.
+struct MoeBuffers {
+  int x = -1, logits = -1, shared = -1, shared_gate = -1, residual = -1, out = -1;
+};
+
 // Where the layers of one group keep a step's tokens: a slot a token, and sequences as in attention.hpp.
 struct PageMap {
   const int64_t* slots;
@@ -127,8 +132,7 @@ class Program {
   void add_attention_phase(int queries, int out, const KvPages* pages, int group, int64_t num_heads, float scale,
                            int64_t window, float softcap, const float* sinks = nullptr);
 
-  // Rows of x and router logits to rows of out, in buffers of the same domain.
-  void add_moe_phase(int x, int logits, int out, std::unique_ptr<Moe> moe);
+  void add_moe_phase(const MoeBuffers& buffers, std::unique_ptr<Moe> moe);
 
   // Runs all phases. Afterwards `data` of a buffer holds its rows. Errors: std::bad_alloc.
   // poll: where not empty, called by the calling thread every kPollInterval or so, between two pieces of work. What it throws
@@ -184,6 +188,7 @@ class Program {
   std::vector<std::unique_ptr<Phase>> phases_;
   std::vector<SharedPlan> plans_;
   AlignedArray<float> partials_;
+  MoeScratch moe_scratch_;
   QuantizedRows quantized_;   // the phase at hand's, where the workers share its rows
   std::vector<std::unique_ptr<Worker>> workers_;
   bool timed_ = false;

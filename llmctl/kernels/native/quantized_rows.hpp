@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "aligned.hpp"
 #include "kernels.hpp"
@@ -29,6 +30,12 @@ struct QuantizedRows {
     const int64_t wide = padded_columns(columns);
     kernels.quantize_activations(x, columns, wide, codes.get() + row * wide, scales.get() + row * wide / 32,
                                  sums.get() + row * wide / 16);
+  }
+  void copy_row(int64_t from, int64_t to, int64_t columns) {
+    const int64_t wide = padded_columns(columns);
+    std::memcpy(codes.get() + to * wide, codes.get() + from * wide, wide);
+    std::memcpy(scales.get() + to * wide / 32, scales.get() + from * wide / 32, wide / 32 * sizeof(float));
+    std::memcpy(sums.get() + to * wide / 16, sums.get() + from * wide / 16, wide / 16 * sizeof(int32_t));
   }
   Activations rows(int64_t first, int64_t count, int64_t columns) const {
     const int64_t wide = padded_columns(columns);

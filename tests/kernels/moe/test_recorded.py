@@ -17,7 +17,7 @@ from llmctl.kernels.formats.spec import FORMATS
 from llmctl.kernels.moe import Experts, Routing
 from llmctl.kernels.ops import Ops
 
-HIDDEN, INNER, COUNT, TOKENS = 64, 96, 6, 50
+HIDDEN, INNER, COUNT, TOKENS, SHARED = 64, 96, 6, 500, 48
 ROUTING = Routing(COUNT, 2, renormalize=True)
 BIASES = ("gate_bias", "up_bias", "down_bias")
 
@@ -52,6 +52,27 @@ def mixture(experts: Experts, routing: Routing = ROUTING, activation: str = "sil
     return forward
 
 
+def block(experts: Experts, *, shared: bool = True, gated: bool = True, residual: bool = True) -> Forward:
+    """What a layer makes of it: the mixture with an expert that all tokens share, behind a gate, and the residual."""
+
+    def forward(ops: Ops, x: Any) -> Any:
+        def linear(x: Any, rows: int, columns: int, seed: int) -> Any:
+            return ops.linear(x, ops.prepare_weight(normal(rows, columns, seed=seed) * np.float32(columns**-0.5)))
+
+        h = ops.rms_norm(x, ops.prepare_vector(1 + normal(HIDDEN, seed=30) / 4), 1e-5)
+        y = mixture(experts)(ops, h)
+        if shared:
+            gate, up = linear(h, SHARED, HIDDEN, 31), linear(h, SHARED, HIDDEN, 32)
+            other = linear(ops.gated_activation(gate, up, "silu"), HIDDEN, SHARED, 33)
+            y = ops.add(y, ops.gated(other, linear(h, 1, HIDDEN, 34)) if gated else other)
+        return ops.add(x, y) if residual else y
+
+    return forward
+
+
+BLOCKS = [{}, {"gated": False}, {"shared": False}, {"residual": False}]
+
+
 def computed(ops: NativeOps, forward: Forward, sizes: tuple[int, ...] | None = None) -> np.ndarray:
     return row_programs.computed(ops, TABLE, lambda x: forward(ops, x), sizes)
 
@@ -80,12 +101,30 @@ def test_every_bias_matters(bias: str) -> None:
     assert np.abs(computed(ops, mixture(without)) - whole).max() > 0.1
 
 
+CUTS = ((2, (1,) * 9 + (TOKENS - 9,)), (1, (7, 1, 290, 2, 200)), (3, (333, 20, 147)))
+
+
+@pytest.mark.parametrize("choices", BLOCKS, ids=str)
+def test_a_whole_block_equals_the_reference(choices: dict[str, bool]) -> None:
+    found = computed(NativeOps(2, "float"), block(experts_of(NativeOps(1, "float")), **choices))
+    wanted = expected(lambda experts: block(experts, **choices))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("choices", BLOCKS, ids=str)
+def test_bits_of_a_whole_block(choices: dict[str, bool]) -> None:
+    experts = experts_of(NativeOps(1), "Q8_0", biases=True)
+    whole = computed(NativeOps(1), block(experts, **choices))
+    for threads, sizes in CUTS:
+        np.testing.assert_array_equal(computed(NativeOps(threads), block(experts, **choices), sizes), whole)
+
+
 @pytest.mark.parametrize("form", ["F32", "Q8_0", "Q4_0"])
 @pytest.mark.parametrize("activations", ["float", "int8"])
 def test_bits_depend_on_neither_chunks_nor_threads(form: str, activations: str) -> None:
     ops = NativeOps(1, activations)
     whole = computed(ops, mixture(experts_of(ops, form, biases=True)))
-    for threads, sizes in ((2, (1,) * TOKENS), (1, (7, 1, 20, 2, 20)), (3, (33, 17))):
+    for threads, sizes in CUTS:
         ops = NativeOps(threads, activations)
         found = computed(ops, mixture(experts_of(ops, form, biases=True)), sizes)
         np.testing.assert_array_equal(found, whole)
@@ -100,7 +139,7 @@ def test_a_matrix_an_expert_is_the_same_as_one_weight() -> None:
 def test_tokens_are_counted_by_expert() -> None:
     ops, reference = NativeOps(2, "float"), ReferenceOps()
     native, plain = experts_of(ops), experts_of(reference)
-    computed(ops, mixture(native), (1, 9, 40))
+    computed(ops, mixture(native), (1, 9, TOKENS - 10))
     mixture(plain)(reference, torch.from_numpy(TABLE))
     assert plain.counts.sum() == TOKENS * ROUTING.top_k
     assert native.counts.tolist() == plain.counts.tolist()

@@ -129,3 +129,35 @@ def test_a_buffer_is_not_used_again_before_its_last_reader(gemma: bool) -> None:
         buffers.release(phase, index)
     assert holds[buffers[result]] == result.key
     assert len(made) < 16  # four layers share them
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_sparse_mlp_takes_two_phases(shared: bool) -> None:
+    """Norm, router and what the shared expert begins with; then everything else, the residual included."""
+    r = Recorder()
+    x = r.op("embedding", shape=(HIDDEN,), weight=weight(9), factor=1.0)
+    h = r.norm(x)
+    y = r.op("moe", h, r.linear(h, 4), shape=(HIDDEN,))
+    if shared:
+        gated = r.op("gated_activation", r.linear(h, INNER), r.linear(h, INNER), shape=(INNER,), activation="silu")
+        other = r.op("gated", r.linear(gated, HIDDEN), r.linear(h, 1), shape=(HIDDEN,))
+        y = r.op("add", y, other, shape=(HIDDEN,))
+    x = r.op("add", x, y, shape=(HIDDEN,))
+    first, second = Planner(r.graph).plan()
+    assert len(first.products) == (3 if shared else 1)
+    mixture = second.mixture
+    assert mixture is not None
+    assert (mixture.shared is not None, mixture.gate is not None) == (shared, shared)
+    assert mixture.result.key == x.key
+    assert mixture.residual is not None
+
+
+def test_what_two_read_is_not_taken_into_a_mixture() -> None:
+    r = Recorder()
+    x = r.op("embedding", shape=(HIDDEN,), weight=weight(9), factor=1.0)
+    y = r.op("moe", x, r.linear(x, 4), shape=(HIDDEN,))
+    other = r.linear(x, HIDDEN)
+    total = r.op("add", y, other, shape=(HIDDEN,))
+    r.op("add", total, other, shape=(HIDDEN,))
+    phases = Planner(r.graph).plan()
+    assert [phase.mixture.residual.key for phase in phases if phase.mixture] == [other.key]
