@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Write a GGUF file of the llama family with random weights: any shape and type, to measure speed on.
+"""Write a GGUF file of the llama family, or of mixtral, with random weights: any shape and type, to measure speed on.
 
     python scripts/make_random_model.py OUT.gguf --tokenizer SmolLM2-135M-Instruct.Q4_1.gguf
     python scripts/make_random_model.py OUT.gguf --tokenizer ANY.gguf --type Q8_0 --layers 4 --hidden 512
+    python scripts/make_random_model.py OUT.gguf --tokenizer ANY.gguf --mixtral
 
-The default is a model of one billion parameters in llama.cpp's Q4_K_M mix, 669 MB. The vocabulary, and with it the number of
+The default is a model of one billion parameters in llama.cpp's Q4_K_M mix, 669 MB; --mixtral is one of 1.1 billion in eight
+experts, of which a token passes two: 29 % of the parameters. The vocabulary, and with it the number of
 embedding rows, is that of the GGUF file given as --tokenizer. Blocks hold random codes under scales that give every matrix
 the gain of a freshly initialized one, so activations stay finite; the text is noise. Memory needed is one tensor.
 Same arguments, same bytes.
@@ -15,8 +17,9 @@ from __future__ import annotations
 import argparse
 import sys
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from llmctl.kernels.formats.codecs import dequantize_blocks, quantize
 from llmctl.kernels.formats.layouts import LAYOUTS
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import FORMATS, Format, format_by_name
+from llmctl.quant.recipe import RECIPES, choose_types, is_matrix, model_facts
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.file_types import FILE_TYPES
 from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
@@ -37,7 +41,7 @@ _PROBE_BLOCKS = 2048
 
 @dataclass(frozen=True)
 class Shape:
-    """What a llama is made of."""
+    """What a llama is made of. experts: matrices of the MLP in each layer, 0 for one MLP; a token passes top_k of them."""
 
     hidden: int = 2048
     layers: int = 16
@@ -47,11 +51,16 @@ class Shape:
     context: int = 8192
     rope_theta: float = 5e5
     tied: bool = True
+    experts: int = 0
+    top_k: int = 2
 
     @property
     def head_dim(self) -> int:
         """Columns of a head."""
         return self.hidden // self.heads
+
+
+MIXTRAL = Shape(hidden=1024, layers=10, heads=16, kv_heads=4, intermediate=4096, rope_theta=1e6, tied=False, experts=8)
 
 
 def make_random_model(path: Path, tokenizer: Path, shape: Shape, type: str = "Q4_K_M", seed: int = 0) -> Path:
@@ -61,14 +70,16 @@ def make_random_model(path: Path, tokenizer: Path, shape: Shape, type: str = "Q4
     """
     if shape.hidden % shape.heads or shape.heads % shape.kv_heads:
         raise UsageError(f"{shape.heads} heads do not divide hidden {shape.hidden}, or {shape.kv_heads} kv heads not them")
-    format_of = _format_chooser(type, shape)
+    _check_type(type)
     with open_checkpoint(tokenizer) as source:
         if not isinstance(source, GgufCheckpoint):
             raise UsageError(f"--tokenizer {tokenizer}: expected a GGUF file")
         vocabulary = {k: v for k, v in source.typed_metadata().items() if k.startswith("tokenizer.")}
         rows = len(source.metadata["tokenizer.ggml.tokens"])
-        tensors = [(name, size, format_of(name, size)) for name, size in _tensors(shape, rows)]
-        with GgufWriter(path, {**_metadata(path.stem, shape, rows, type), **vocabulary}) as writer:
+        sizes, metadata = list(_tensors(shape, rows)), _metadata(path.stem, shape, rows, type)
+        types = _types(type, sizes, metadata)
+        tensors = [(name, size, types[name]) for name, size in sizes]
+        with GgufWriter(path, {**metadata, **vocabulary}) as writer:
             for name, size, form in tensors:
                 writer.declare(name, form, size)
             for name, size, form in tensors:
@@ -87,6 +98,8 @@ def _metadata(name: str, shape: Shape, rows: int, type: str) -> dict[str, Any]:
         "rope.dimension_count": shape.head_dim,
         "vocab_size": rows,
     }
+    if shape.experts:
+        whole |= {"expert_count": shape.experts, "expert_used_count": shape.top_k}
     real = {"rope.freq_base": shape.rope_theta, "attention.layer_norm_rms_epsilon": 1e-5}
     file_type = next(number for number, known in FILE_TYPES.items() if known == type.upper())
     return {
@@ -110,37 +123,38 @@ def _tensors(shape: Shape, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"blk.{i}.attn_v.weight", (kv, hidden)
         yield f"blk.{i}.attn_output.weight", (hidden, hidden)
         yield f"blk.{i}.ffn_norm.weight", (hidden,)
-        yield f"blk.{i}.ffn_gate.weight", (shape.intermediate, hidden)
-        yield f"blk.{i}.ffn_up.weight", (shape.intermediate, hidden)
-        yield f"blk.{i}.ffn_down.weight", (hidden, shape.intermediate)
+        for name, size in (
+            ("gate", (shape.intermediate, hidden)),
+            ("up", (shape.intermediate, hidden)),
+            ("down", (hidden, shape.intermediate)),
+        ):
+            yield (
+                (f"blk.{i}.ffn_{name}_exps.weight", (shape.experts, *size))
+                if shape.experts
+                else (f"blk.{i}.ffn_{name}.weight", size)
+            )
+        if shape.experts:
+            yield f"blk.{i}.ffn_gate_inp.weight", (shape.experts, hidden)
     yield "output_norm.weight", (hidden,)
     if not shape.tied:
         yield "output.weight", (rows, hidden)
 
 
-def _format_chooser(type: str, shape: Shape) -> Callable[[str, tuple[int, ...]], Format]:
+def _check_type(type: str) -> None:
+    if type.upper() not in FILE_TYPES.values():
+        raise UnsupportedError(f"--type {type}: GGUF has no such file type")
     matrices = FORMATS["Q4_K"] if type.upper() == "Q4_K_M" else format_by_name(type)
     if not matrices.is_plain and "d" not in (LAYOUTS[matrices.name].names or ()):
         raise UnsupportedError(f"--type {type}: random blocks need one scale a block, which {matrices.name} has not")
-    if type.upper() not in FILE_TYPES.values():
-        raise UnsupportedError(f"--type {type}: GGUF has no such file type")
-
-    def choose(name: str, size: tuple[int, ...]) -> Format:
-        if len(size) == 1:
-            return FORMATS["F32"]
-        return FORMATS["Q6_K"] if type.upper() == "Q4_K_M" and _has_more_bits(name, shape) else matrices
-
-    return choose
 
 
-def _has_more_bits(name: str, shape: Shape) -> bool:
-    """Whether llama.cpp's Q4_K_M gives a matrix Q6_K: the head, and v and down in half of the layers."""
-    if not name.startswith("blk."):
-        return name == ("token_embd.weight" if shape.tied else "output.weight")
-    _, number, matrix, _ = name.split(".")
-    layer, eighth = int(number), shape.layers // 8
-    at_an_end = layer < eighth or layer >= 7 * shape.layers // 8
-    return matrix in ("attn_v", "ffn_down") and (at_an_end or (layer - eighth) % 3 == 2)
+def _types(type: str, sizes: list[tuple[str, tuple[int, ...]]], metadata: dict[str, Any]) -> dict[str, Format]:
+    """Q4_K_M as llama.cpp mixes it, else the one type for all matrices."""
+    plain = {key: value.value if isinstance(value, Typed) else value for key, value in metadata.items()}
+    if type.upper() == "Q4_K_M":
+        choices = choose_types(sizes, RECIPES["Q4_K_M"], model_facts(plain, [name for name, _ in sizes]))
+        return {name: choice.format for name, choice in choices.items()}
+    return {name: format_by_name(type) if is_matrix(name, size) else FORMATS["F32"] for name, size in sizes}
 
 
 def random_tensor(form: Format, size: tuple[int, ...], random: np.random.Generator) -> np.ndarray | QuantTensor:
@@ -150,11 +164,11 @@ def random_tensor(form: Format, size: tuple[int, ...], random: np.random.Generat
     deviation = size[-1] ** -0.5
     if form.is_plain:
         return quantize(random.standard_normal(size, np.float32) * np.float32(deviation), form)
-    records = _random_records(form, size[0] * form.row_bytes(size[1]), random)
+    records = _random_records(form, prod(size[:-1]) * form.row_bytes(size[-1]), random)
     scale, offset = _scales(form)
     spread = random.uniform(0.5, 1.5, len(records)) * deviation
     _set_scales(records, spread * scale, spread * offset)
-    return QuantTensor(form, size, records.view(np.uint8).reshape(size[0], -1))
+    return QuantTensor(form, size, records.view(np.uint8).reshape(*size[:-1], -1))
 
 
 def _random_records(form: Format, nbytes: int, random: np.random.Generator) -> np.ndarray:
@@ -187,14 +201,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, required=True, metavar="FILE.gguf")
     parser.add_argument("--type", default="Q4_K_M")
     parser.add_argument("--seed", type=int, default=0)
-    for name in ("hidden", "layers", "heads", "kv_heads", "intermediate", "context"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Shape, name))
-    parser.add_argument("--rope-theta", type=float, default=Shape.rope_theta)
-    parser.add_argument("--untied", dest="tied", action="store_false", help="the head is a matrix of its own")
+    parser.add_argument("--mixtral", action="store_true", help="the shape of a small Mixtral, where no number says otherwise")
+    for name in ("hidden", "layers", "heads", "kv_heads", "intermediate", "context", "experts", "top_k"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    parser.add_argument("--rope-theta", type=float)
+    parser.add_argument("--untied", dest="tied", action="store_false", default=None, help="the head is a matrix of its own")
     options = vars(parser.parse_args(arguments))
-    path, tokenizer, type, seed = (options.pop(name) for name in ("path", "tokenizer", "type", "seed"))
+    path, tokenizer, type, seed, mixtral = (options.pop(name) for name in ("path", "tokenizer", "type", "seed", "mixtral"))
+    stated = {name: value for name, value in options.items() if value is not None}
     try:
-        print(make_random_model(path, tokenizer, Shape(**options), type, seed))
+        print(make_random_model(path, tokenizer, replace(MIXTRAL if mixtral else Shape(), **stated), type, seed))
     except LlmctlError as error:
         print(f"make_random_model: {error}", file=sys.stderr)
         return 1

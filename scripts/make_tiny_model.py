@@ -86,6 +86,12 @@ GPT2 = {
     **{"vocab_size": 384, "n_embd": 96, "n_inner": 160, "n_layer": 3, "n_head": 6, "n_positions": CONTEXT},
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
+MIXTRAL = {**PLAIN, "num_local_experts": 6, "num_experts_per_tok": 2}
+QWEN_MOE = {
+    **{**PLAIN, "sliding_window": 8, "use_sliding_window": True, "moe_intermediate_size": 64},
+    **{"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [1]},
+}
+QWEN2_MOE = {**{key: value for key, value in QWEN_MOE.items() if key != "head_dim"}, "shared_expert_intermediate_size": 96}
 FAMILIES = {
     "llama": ("LlamaConfig", LLAMA),
     "mistral": ("MistralConfig", MISTRAL),
@@ -121,6 +127,9 @@ FAMILIES = {
     "gpt2": ("GPT2Config", GPT2),
     "deepseek_v2": ("DeepseekV2Config", {**DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3Config", {**DEEPSEEK, "norm_topk_prob": True}),
+    "mixtral": ("MixtralConfig", MIXTRAL),
+    "qwen2_moe": ("Qwen2MoeConfig", QWEN2_MOE),
+    "qwen3_moe": ("Qwen3MoeConfig", QWEN_MOE),
     "exaone4": ("Exaone4Config", {**WINDOWED, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}),
 }
 DEFAULT_THETA = {"gemma3": 1_000_000.0}  # 10_000 for the others
@@ -243,8 +252,8 @@ def randomize(model, seed: int) -> None:
                 gain = 2.0 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "c_attn")) else 1.0
                 fan_in = parameter.shape[0 if ".h." in name else 1]  # of GPT-2's modules, which are no Linear
                 parameter.copy_(noise * gain / fan_in**0.5)
-            elif parameter.ndim == 2:
-                parameter.copy_(noise / parameter.shape[1] ** 0.5)
+            elif parameter.ndim == 2 or "experts" in name:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
             else:
                 parameter.copy_(0.3 * noise)
 

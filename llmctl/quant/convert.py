@@ -23,7 +23,7 @@ from llmctl.quant.imatrix import ImportanceMatrix
 from llmctl.quant.naming import file_name
 from llmctl.quant.packed_source import packed_warnings
 from llmctl.quant.recipe import RECIPES, Choice, Recipe, choose_types, is_embedding, is_matrix, model_facts
-from llmctl.quant.rtn import Rounded, first_nonfinite, round_to_nearest
+from llmctl.quant.rtn import Rounded, Stack, first_nonfinite, round_stack, round_to_nearest
 from llmctl.quant.source import ModelSource, SourceTensor
 from llmctl.runtime.checkpoint.file_types import FILE_TYPES
 from llmctl.runtime.checkpoint.gguf_split import SplitGgufWriter, shard_paths
@@ -283,7 +283,8 @@ def _round(
         weight = source.read()
         if source.format == tensor.format or tensor.format.name == "F32":  # other types have no NaN: rounding refuses it
             _check_finite(weight, source, strict, warnings)
-        return round_to_nearest(weight, tensor.format, importance, measure=measure, encoder=encoder)
+        rounding = round_stack if isinstance(weight, Stack) else round_to_nearest
+        return rounding(weight, tensor.format, importance, measure=measure, encoder=encoder)
     except FormatError as error:
         raise FormatError(f"{plan.source.path}: tensor {_both_names(source)}: {error}") from error
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from llmctl.errors import UnsupportedError
 from llmctl.quant.source import SourceTensor
-from llmctl.runtime.models.config import LayerConfig, ModelConfig
+from llmctl.runtime.models.config import ExpertsConfig, LayerConfig, ModelConfig
 from llmctl.runtime.models.family import Family
 from llmctl.runtime.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from llmctl.runtime.models.rope import RopeConfig, rope_frequencies
@@ -72,10 +72,14 @@ def _layer_difference(index: int, wanted: LayerConfig, read: LayerConfig) -> tup
         return f"sliding_window = {wanted.sliding_window} in layer {index}", read.sliding_window
     if (wanted.rope is None) != (read.rope is None) or (wanted.rope and not same_rope(wanted.rope, read.rope)):
         return f"rope {_shown(wanted.rope)} in layer {index}", _shown(read.rope)
+    if wanted.sparse != read.sparse:
+        return f"{'experts' if wanted.sparse else 'no experts'} in layer {index}", "none" if wanted.sparse else "some"
     return None
 
 
 def _same(wanted: Any, read: Any) -> bool:
+    if isinstance(wanted, ExpertsConfig) and isinstance(read, ExpertsConfig):
+        return all(_same(getattr(wanted, field.name), getattr(read, field.name)) for field in dataclasses.fields(wanted))
     if isinstance(wanted, float) and isinstance(read, (int, float)):
         return isclose(wanted, read, rel_tol=_TOLERANCE)
     return wanted == read

@@ -22,8 +22,8 @@ from llmctl.quant.expressible import check_expressible
 from llmctl.quant.left_out import left_out_of
 from llmctl.quant.lora import Adapter, MergedWeights
 from llmctl.quant.model_card import describe_folder
-from llmctl.quant.packed_source import describe
-from llmctl.quant.rtn import Tensor, stored_format
+from llmctl.quant.packed_source import describe, together
+from llmctl.quant.rtn import Stack, Tensor, stored_format
 from llmctl.quant.source import ModelSource, SourceTensor, gguf_order
 from llmctl.quant.tokenizer import tokenizer_keys
 from llmctl.runtime.checkpoint.files import read_json_object
@@ -149,10 +149,34 @@ def needed_names(weights: ModelWeights) -> list[str]:
 def _tensors(weights: ModelWeights, merged: MergedWeights, names: list[str]) -> list[SourceTensor]:
     """In the order of the forward pass."""
     spelling = weights.family.gguf_names
-    found = [_tensor(weights, merged, name) for name in names]
+    stacks: dict[str, list[SourceTensor]] = {}
+    for name in names:
+        tensor = _tensor(weights, merged, name)
+        stacks.setdefault(tensor.name, []).append(tensor)
+    found = [_stacked(name, parts, weights) for name, parts in stacks.items()]
     for name, factors in factor_tensors(weights.config).items():
         found.append(SourceTensor(name, "config.json", FORMATS["F32"], factors.shape, lambda factors=factors: factors))
     return sorted(found, key=lambda tensor: gguf_order(tensor.name, list(spelling.layer.values())))
+
+
+def _stacked(name: str, parts: list[SourceTensor], weights: ModelWeights) -> SourceTensor:
+    """One tensor of those that have one name in GGUF: experts, in order. FormatError where they are stored in different types."""
+    first = parts[0]
+    if not weights.family.gguf_names.is_stack(first.origin):
+        return first
+    other = next((part for part in parts if part.stored != first.stored), None)
+    if other is not None:
+        raise UnsupportedError(
+            f"{weights.checkpoint.path}: tensor {quoted(other.origin)} is {other.stored.name} and {quoted(first.origin)} is "
+            f"{first.stored.name}: experts that become one tensor must be of one type"
+        )
+    shape = (len(parts), *first.shape)
+    facts = [part.packed for part in parts if part.packed is not None]
+    packed = together(facts) if len(facts) == len(parts) else None
+    merged = FORMATS["F32"] if any(part.format != first.format for part in parts) else first.format
+    stack = Stack([part.read for part in parts], shape)
+    kept = packed.natural(first.shape[-1]) if packed else first.kept or (None if merged == first.format else first.stored)
+    return SourceTensor(name, first.origin, merged, shape, lambda: stack, kept, packed)
 
 
 def _tensor(weights: ModelWeights, merged: MergedWeights, name: str) -> SourceTensor:
@@ -166,7 +190,8 @@ def _tensor(weights: ModelWeights, merged: MergedWeights, name: str) -> SourceTe
         found = SourceTensor(gguf_name, name, facts.format, module.shape, read, kept, None if name in merged.changed else facts)
     else:
         tensor = weights.read(name)
-        found = SourceTensor(gguf_name, name, stored_format(tensor), tensor.shape, read)
+        shape = tensor.shape[1:] if weights.family.gguf_names.is_flat(name) else tensor.shape
+        found = SourceTensor(gguf_name, name, stored_format(tensor), shape, read)
     return replace(found, format=FORMATS["F32"], kept=found.kept or found.format) if name in merged.changed else found
 
 
@@ -178,6 +203,8 @@ def gguf_reader(weights: MergedWeights, name: str) -> Callable[[], Tensor]:
         return lambda: _interleaved(weights, name, heads)
     if spelling.has_offset_norm(name):
         return lambda: shifted(dequantize(weights.read(name)), 1)
+    if spelling.is_flat(name):
+        return lambda: dequantize(weights.read(name)).reshape(-1)
     if weights.is_transposed(name):
         return lambda: _contiguous(weights, name)
     return lambda: weights.read(name)

@@ -51,6 +51,19 @@ class PackedFacts:
         return FORMATS[self.keeps[0] if self.keeps else "F16" if columns % _BLOCK else "Q8_0"]
 
 
+def together(facts: Sequence[PackedFacts]) -> PackedFacts:
+    """The facts of several weights that become one: it keeps its codes in a type that keeps those of all."""
+    first = facts[0]
+    return PackedFacts(
+        first.format,
+        sum(one.nbytes for one in facts),
+        tuple(name for name in first.keeps if all(name in one.keeps for one in facts)),
+        next((one.why_not for one in facts if one.why_not), None),
+        max(one.scale_error for one in facts),
+        max(one.offset_error for one in facts),
+    )
+
+
 def describe(module: PackedModule, nbytes: int) -> PackedFacts:
     """The facts of one weight. nbytes: of all its tensors. Reads scales, zero points and group indices, no codes."""
     if not module.form.startswith("INT"):

@@ -5,7 +5,7 @@ Pure: (weight, format, importance) → the rounded tensor and how far it is from
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod, sqrt
 
@@ -24,6 +24,14 @@ from llmctl.kernels.formats.spec import Format
 Tensor = np.ndarray | QuantTensor | PackedIntTensor
 
 _CHUNK_ELEMENTS = 1 << 20  # 4 MiB as float32: what is unfolded at once, whatever the size of the tensor
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Tensors of one shape that become one with a leading axis: the experts of a layer. Each is read when it is its turn."""
+
+    parts: Sequence[Callable[[], Tensor]]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -101,8 +109,25 @@ def round_to_nearest(
     return Rounded(result, squared_error if measure else None, squared_weight if measure else None)
 
 
-def first_nonfinite(weight: Tensor) -> tuple[int, int] | None:
+def round_stack(
+    stack: Stack, form: Format, importance: np.ndarray | None = None, *, measure: bool = True, encoder: Encoder | None = None
+) -> Rounded:
+    """As `round_to_nearest`, for every part of the stack. importance: float32 (E, K)."""
+    result = _empty(form, stack.shape)
+    bytes_of_parts, errors = result.blocks if isinstance(result, QuantTensor) else result, []
+    for index, read in enumerate(stack.parts):
+        columns = None if importance is None else importance[index]
+        part = round_to_nearest(read(), form, columns, measure=measure, encoder=encoder)
+        bytes_of_parts[index] = _bytes(part.tensor)
+        errors.append((part.squared_error or 0.0, part.squared_weight or 0.0))
+    return Rounded(result, *(map(sum, zip(*errors, strict=True)) if measure else (None, None)))
+
+
+def first_nonfinite(weight: Tensor | Stack) -> tuple[int, int] | None:
     """Row and column of the first NaN or infinity; None if all values are finite. Leading axes count as rows."""
+    if isinstance(weight, Stack):
+        found = ((index, first_nonfinite(read())) for index, read in enumerate(weight.parts))
+        return next(((index * prod(weight.shape[1:-1]) + at[0], at[1]) for index, at in found if at), None)
     rows = _rows(weight)
     for start, stop in _chunks(rows.shape):
         wrong = ~np.isfinite(dequantize(_slice(rows, start, stop)))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from llmctl.errors import UnsupportedError, UsageError
 from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.quant.packed_source import PackedFacts
-from llmctl.quant.rtn import Tensor
+from llmctl.quant.rtn import Stack, Tensor
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
 from llmctl.runtime.checkpoint.text import quoted
@@ -39,7 +39,7 @@ class SourceTensor:
     origin: str
     format: Format
     shape: tuple[int, ...]
-    read: Callable[[], Tensor]
+    read: Callable[[], Tensor | Stack]
     kept: Format | None = None
     packed: PackedFacts | None = None
 

@@ -95,7 +95,11 @@ class Checkpoint:
     def release(self, name: str) -> None:
         """Let the tensor's pages leave this process's memory: it has been copied, or will not be read soon. It can be read
         again at any time, and arrays read before stay valid: the system fetches the pages anew."""
-        release_mapped(self._raw(self.entry(name)))
+        self.release_entry(self.entry(name))
+
+    def release_entry(self, entry: TensorEntry) -> None:
+        """The same for a part of a tensor, described as one of its own."""
+        release_mapped(self._raw(entry))
 
     def release_all(self) -> None:
         """As `release`, for everything: what the system mapped beside the tensors that were read leaves with them."""

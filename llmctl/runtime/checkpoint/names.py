@@ -13,6 +13,10 @@ from llmctl.kernels.formats.quant_tensor import QuantTensor
 Tensor = np.ndarray | QuantTensor | PackedIntTensor
 
 _LAYER = re.compile(r"^(model\.layers|blk|transformer\.h)\.(\d+)\.(.+)$")
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+_OLD_EXPERT = re.compile(r"^(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight$")  # files of before experts were stacked
+EXPERT = "{}"
+"""Stands for the number of an expert in the names of tables, and in the names of tensors that hold all of them."""
 
 
 @dataclass(frozen=True)
@@ -20,28 +24,45 @@ class GgufNames:
     """How GGUF spells a family's tensors.
 
     top / layer: Hugging Face module → GGUF module, outside and inside a layer, without `.weight` / `.bias`; a tensor that is
-    called otherwise in one of them stands there with its whole name.
+    called otherwise in one of them stands there with its whole name. A module of every expert, `mlp.experts.{}.gate_proj`, is
+    one tensor in GGUF.
     permuted: layer modules whose rows GGUF interleaves for its rotary pairing, with the config key of their head count.
-    plus_one: GGUF stores 1 + w for every norm where Hugging Face stores w.
+    plus_one: GGUF stores 1 + w for every norm where Hugging Face stores w. flat: layer modules whose matrix of one row GGUF
+    stores as a vector.
     """
 
     top: dict[str, str]
     layer: dict[str, str]
     permuted: dict[str, str]
     plus_one: bool = False
+    flat: frozenset[str] = frozenset()
 
     def to_gguf(self, name: str) -> str | None:
         """GGUF name of a Hugging Face tensor, None if the table has none."""
         return _translate(name, self.top, self.layer, "blk")
 
     def to_hf(self, name: str) -> str | None:
-        """Hugging Face name of a GGUF tensor, None if the table has none."""
-        return _translate(name, _inverse(self.top), _inverse(self.layer), "model.layers")
+        """Hugging Face name of a GGUF tensor, None if the table has none. Of one that holds all experts of a layer their number
+        in the name is still open (EXPERT)."""
+        old = _OLD_EXPERT.match(name)
+        name = f"{old[1]}_exps.weight" if old else name
+        found = _translate(name, _inverse(self.top), _inverse(self.layer), "model.layers")
+        return found.replace(EXPERT, old[2]) if found and old else found
 
     def heads_key(self, hf_name: str) -> str | None:
         """Config key of the head count whose rows are permuted for this tensor, None if it is stored as it is."""
         found = _LAYER.match(hf_name)
         return self.permuted.get(found[3].rpartition(".")[0]) if found else None
+
+    def is_stack(self, hf_name: str) -> bool:
+        """True when GGUF stores the tensor together with those of the other experts."""
+        found = _LAYER.match(hf_name)
+        return found is not None and _EXPERT.search(found[3]) is not None
+
+    def is_flat(self, hf_name: str) -> bool:
+        """True when GGUF stores the tensor's one row as a vector."""
+        found = _LAYER.match(hf_name)
+        return found is not None and found[3].removesuffix(".weight") in self.flat
 
     def has_offset_norm(self, hf_name: str) -> bool:
         """True when GGUF stores 1 + w for this tensor."""
@@ -65,7 +86,7 @@ class HfNames:
 
     def to_canonical(self, name: str) -> str:
         """Our name of a tensor in a folder; one that is not in the table stays what it is."""
-        if not self.top:
+        if not self.top and not self.layer:
             return name
         whole = name if name.startswith((self.bare, *self.top.values())) else self.bare + name
         return _translate(whole, _inverse(self.top), _inverse(self.layer), "model.layers") or name
@@ -93,6 +114,9 @@ def _translate(name: str, top: dict[str, str], layer: dict[str, str], prefix: st
         return None
     if found := _LAYER.match(module):
         inner = layer.get(found[3])
+        if inner is None and (expert := _EXPERT.search(found[3])):
+            inner = layer.get(_EXPERT.sub(EXPERT, found[3]))
+            inner = inner and inner.replace(EXPERT, expert[0])
         return inner and f"{prefix}.{found[2]}.{inner}.{kind}"
     outer = top.get(module)
     return outer and f"{outer}.{kind}"
@@ -133,6 +157,14 @@ def take_rows(tensor: Tensor, order: np.ndarray | slice) -> Tensor:
     return tensor[order]
 
 
+def take_expert(tensor: Tensor, expert: int) -> Tensor:
+    """One expert's matrix, or bias, of a tensor (experts, …): a view."""
+    if isinstance(tensor, QuantTensor):
+        return QuantTensor(tensor.format, tensor.shape[1:], tensor.blocks[expert])
+    assert isinstance(tensor, np.ndarray), type(tensor)
+    return tensor[expert]
+
+
 TOP_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -147,6 +179,12 @@ LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}
+EXPERT_NAMES = {
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.{}.gate_proj": "ffn_gate_exps",
+    "mlp.experts.{}.up_proj": "ffn_up_exps",
+    "mlp.experts.{}.down_proj": "ffn_down_exps",
 }
 QK_NORM_NAMES = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 NORMS_AFTER_NAMES = {

@@ -27,6 +27,7 @@ class Family:
     gguf_numbers: config key → GGUF key below `{arch}.`, for numbers only this family has; written from hf_keys.
     gguf_values: config key → GGUF key below `{arch}.`, for whole numbers, flags and numbers that complete_gguf makes something
     of. gguf_keys: keys below `{arch}.` that only this family has, or that say something else than usual.
+    sparse: its models have experts.
     gguf_window_pattern: GGUF says layer by layer whether there is a window.
     hf_names: tensor names of folders, where they are not the usual ones. hf_spelling: usual config key → what config.json calls
     it instead. hf_nested_rope: transformers looks for the rope of each type of layer by itself.
@@ -44,6 +45,7 @@ class Family:
     gguf_numbers: Mapping[str, str] = field(default_factory=dict)
     gguf_values: Mapping[str, str] = field(default_factory=dict)
     gguf_keys: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    sparse: bool = False
     gguf_window_pattern: bool = False
     hf_names: HfNames = field(default_factory=HfNames)
     hf_spelling: Mapping[str, str] = field(default_factory=dict)

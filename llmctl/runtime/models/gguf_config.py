@@ -30,11 +30,22 @@ _KEYS = (
     ("rope_local_base_freq", "rope.freq_base_swa", False),
     ("attn_logit_softcapping", "attn_logit_softcapping", False),
     ("final_logit_softcapping", "final_logit_softcapping", False),
+    ("num_experts", "expert_count", False),
+    ("num_experts_per_tok", "expert_used_count", False),
+    ("moe_intermediate_size", "expert_feed_forward_length", False),
+    ("shared_expert_intermediate_size", "expert_shared_feed_forward_length", False),
 )
 _LIMITS = {"num_hidden_layers": MAX_LAYERS, "head_dim": MAX_HEAD_DIM}
 _REAL = {"rms_norm_eps", "rope_theta", "rope_local_base_freq", "attn_logit_softcapping", "final_logit_softcapping"}
 # Where writers put a zero for what a model has not.
-_ZERO_IS_ABSENT = ("_logit_softcapping", ".sliding_window", ".rope.scaling.factor", ".rope.scaling.attn_factor")
+_ZERO_IS_ABSENT = (
+    ".expert_count",
+    ".expert_used_count",
+    "_logit_softcapping",
+    ".sliding_window",
+    ".rope.scaling.factor",
+    ".rope.scaling.attn_factor",
+)
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -65,6 +76,9 @@ def config_from_gguf(
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in shapes
     config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in shapes
     _add_head_dim(config, metadata, arch)
+    if "num_experts" in config:
+        layers = range(config["num_hidden_layers"])
+        config["mlp_only_layers"] = [index for index in layers if f"blk.{index}.ffn_gate_inp.weight" not in shapes]
     _add_layer_types(config, metadata, arch)
     _add_rope_scaling(config, metadata, arch, factors)
     _add_token_ids(config, metadata)
@@ -133,9 +147,7 @@ def _add_layer_types(config: dict[str, Any], metadata: Mapping[str, Any], arch: 
     config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in found]
 
 
-def _add_rope_scaling(
-    config: dict[str, Any], metadata: Mapping[str, Any], arch: str, factors: Mapping[str, np.ndarray]
-) -> None:
+def _add_rope_scaling(config: dict[str, Any], metadata: Mapping[str, Any], arch: str, factors: Mapping[str, np.ndarray]) -> None:
     kind = metadata.get(f"{arch}.rope.scaling.type", "none")
     if not isinstance(kind, str):
         raise FormatError(f"metadata key '{arch}.rope.scaling.type' must be a string, found {quoted(kind)}")
@@ -193,7 +205,7 @@ def metadata_from_config(config: ModelConfig, family: Family) -> dict[str, Any]:
     """The `{arch}.*` keys a converter writes for this model."""
     arch = family.gguf_arch
     windows = [layer.sliding_window for layer in config.layers if layer.sliding_window]
-    ropes = global_and_local_rope(config)
+    ropes, stated = global_and_local_rope(config), family.hf_keys(config)
     values = {
         "num_hidden_layers": config.num_layers,
         "max_position_embeddings": config.max_position_embeddings,
@@ -208,6 +220,10 @@ def metadata_from_config(config: ModelConfig, family: Family) -> dict[str, Any]:
         "rope_local_base_freq": ropes[1].theta if ropes[1] else None,
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.final_softcap,
+        "num_experts": config.experts.num_experts if config.experts else None,
+        "num_experts_per_tok": config.experts.top_k if config.experts else None,
+        "moe_intermediate_size": stated.get("moe_intermediate_size"),
+        "shared_expert_intermediate_size": stated.get("shared_expert_intermediate_size"),
     }
     spelled = [(hf, family.eps_keys[1] if hf == "rms_norm_eps" else key) for hf, key, _ in _KEYS]
     keys = {f"{arch}.{key}": values[hf] for hf, key in spelled if values[hf] is not None}
@@ -215,7 +231,6 @@ def metadata_from_config(config: ModelConfig, family: Family) -> dict[str, Any]:
     if ropes[0]:
         keys[f"{arch}.rope.dimension_count"] = ropes[0].rotary_dim
     keys[f"{arch}.vocab_size"] = config.vocab_size
-    stated = family.hf_keys(config)
     numbers = {f"{arch}.{key}": stated[hf] for hf, key in family.gguf_numbers.items()}
     keys |= {key: float(value) for key, value in numbers.items() if value is not None}
     keys |= {f"{arch}.{key}": value for key, value in family.gguf_keys(config).items()}

@@ -17,9 +17,11 @@ from llmctl.runtime.models import (
     granite,
     llama,
     mistral3,
+    mixtral,
     olmo2,
     phi3,
     qwen,
+    qwen_moe,
     smollm3,
     stablelm,
     starcoder2,
@@ -29,8 +31,11 @@ from llmctl.runtime.models.family import Family
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
     mistral3.FAMILY,
+    mixtral.FAMILY,
     qwen.QWEN2,
     qwen.QWEN3,
+    qwen_moe.QWEN2_MOE,
+    qwen_moe.QWEN3_MOE,
     gemma.GEMMA,
     gemma.GEMMA2,
     gemma3.FAMILY,
@@ -55,9 +60,11 @@ def family_by_model_type(model_type: object) -> Family:
     return _pick(known, model_type, "config.json: model_type")
 
 
-def family_by_gguf_arch(arch: object) -> Family:
-    """The family of a GGUF file; UnsupportedError naming the architecture and its nearest relatives."""
-    return _pick({family.gguf_arch: family for family in FAMILIES}, arch, "general.architecture")
+def family_by_gguf_arch(arch: object, *, sparse: bool = False) -> Family:
+    """The family of a GGUF file; UnsupportedError naming the architecture and its nearest relatives. sparse: the file has
+    experts, which of two families of one architecture decides for the one that has them."""
+    known = {family.gguf_arch: family for family in sorted(FAMILIES, key=lambda family: family.sparse == sparse)}
+    return _pick(known, arch, "general.architecture")
 
 
 def chosen_family(name: str | None) -> Family | None:

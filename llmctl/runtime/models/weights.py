@@ -22,12 +22,13 @@ from llmctl.kernels.formats.plain import shifted
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.runtime.checkpoint.checkpoint import TensorEntry
 from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
-from llmctl.runtime.checkpoint.names import deinterleave_rows
+from llmctl.runtime.checkpoint.names import EXPERT, deinterleave_rows
 from llmctl.runtime.checkpoint.packed import find_packed, read_module
 from llmctl.runtime.checkpoint.packed_parts import PackedModule
 from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
 from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models.config import ModelConfig
+from llmctl.runtime.models.expert_parts import ExpertPart, folder_parts, gguf_parts
 from llmctl.runtime.models.family import Family
 from llmctl.runtime.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from llmctl.runtime.models.latent_parts import LatentPart, parts_of
@@ -119,6 +120,7 @@ class ModelWeights:
             return StoredWeight(module.form, module.shape, nbytes, module.native_bytes)
         entry = self.stored_entry(name)
         shape = entry.shape[::-1] if self.is_transposed(name) else entry.shape
+        shape = (1, *shape) if len(shape) == 1 and name in self._source.flat else shape
         return StoredWeight(entry.format.name, shape, entry.nbytes, converted_bytes(entry.format, shape))
 
     def read(self, name: str) -> Weight:
@@ -148,7 +150,8 @@ class ModelWeights:
         as several tensors."""
         if name not in self._source.stored:
             raise FormatError(f"{self.checkpoint.path}: tensor {name!r} is missing")
-        return self.checkpoint.entry(self._source.stored[name])
+        entry, part = self.checkpoint.entry(self._source.stored[name]), self._source.parts.get(name)
+        return part.entry(entry) if part else entry
 
     def is_transposed(self, name: str) -> bool:
         """Whether the tensor is stored with its axes swapped: `read` then gives a view whose rows are not contiguous."""
@@ -162,9 +165,11 @@ class ModelWeights:
         """Let the stored tensor's pages leave memory once it has been prepared; it can still be read again."""
         if part := self._parts.get(name):
             return self.release(part.whole)
-        module = self.packed(name)
-        for part in module.parts if module else (self._source.stored[name],):
-            self.checkpoint.release(part)
+        if module := self.packed(name):
+            for part in module.parts:
+                self.checkpoint.release(part)
+        else:
+            self.checkpoint.release_entry(self.stored_entry(name))
 
     def _stored_part(self, part: LatentPart) -> StoredWeight:
         whole, elements = self.stored(part.whole), prod(part.shape)
@@ -213,12 +218,17 @@ def _same_bytes(left: np.ndarray | QuantTensor, right: np.ndarray | QuantTensor)
     return same_kind and left.shape == right.shape and np.array_equal(left.view(np.uint8), right.view(np.uint8))
 
 
+def _read_part(source: _GgufSource | _HfSource, name: str) -> np.ndarray | QuantTensor:
+    tensor, part = source.checkpoint.read(source.stored[name]), source.parts.get(name)
+    return part.of(tensor) if part else tensor
+
+
 class _GgufSource:
     def __init__(self, checkpoint: GgufCheckpoint, family: Family | None) -> None:
         self.checkpoint = checkpoint
         names, metadata = checkpoint.names(), checkpoint.metadata
         stated = metadata.get("general.architecture")
-        self.family = family or family_by_gguf_arch(stated)
+        self.family = family or family_by_gguf_arch(stated, sparse=bool(metadata.get(f"{stated}.expert_count")))
         if family is not None:
             metadata = {str(key).replace(f"{stated}.", f"{family.gguf_arch}.", 1): metadata[key] for key in metadata}
         factors = {name: dequantize(checkpoint.read(name)) for name in FACTOR_TENSORS if name in names}
@@ -226,19 +236,32 @@ class _GgufSource:
         self.hf_config = config_from_gguf(metadata, self.family, shapes, factors)
         self.config = self.family.read_config(self.hf_config)
         translated = {name: self.family.gguf_names.to_hf(name) for name in names if name not in FACTOR_TENSORS}
+        self.parts: dict[str, ExpertPart] = {}
         unknown = [name for name, hf in translated.items() if hf is None]
         if unknown:
             raise FormatError(
                 f"{checkpoint.path}: tensor {quoted(unknown[0])} has no place in a {self.family.name} model"
                 + (f" (and {len(unknown) - 1} more)" if unknown[1:] else "")
             )
-        self.stored = {hf: name for name, hf in translated.items()}
+        self.stored: dict[str, str] = {}
+        for name, hf in translated.items():
+            self._add(name, hf)
         self.packed: dict[str, PackedModule] = {}
         self.transposed: set[str] = set()
+        self.flat = {name for name in self.stored if self.family.gguf_names.is_flat(name)}
         self.left_out: list[str] = []
 
+    def _add(self, name: str, hf: str) -> None:
+        """A stored tensor under its Hugging Face name, or under those of all the experts it holds."""
+        if EXPERT not in hf:
+            self.stored[hf] = name
+            return
+        count = self.config.experts.num_experts if self.config.experts else 0
+        for each, part in gguf_parts(hf, self.checkpoint.entry(name), count):
+            self.stored[each], self.parts[each] = name, part
+
     def read(self, name: str) -> np.ndarray | QuantTensor:
-        tensor = self.checkpoint.read(self.stored[name])
+        tensor = _read_part(self, name)
         spelling = self.family.gguf_names
         if heads_key := spelling.heads_key(name):
             heads = self.hf_config.get(heads_key) or self.config.num_heads
@@ -247,7 +270,7 @@ class _GgufSource:
             return deinterleave_rows(tensor, heads) if fits else tensor
         if spelling.has_offset_norm(name):
             return shifted(dequantize(tensor), -1)
-        return tensor
+        return tensor.reshape(1, -1) if isinstance(tensor, np.ndarray) and name in self.flat else tensor
 
 
 class _HfSource:
@@ -269,14 +292,30 @@ class _HfSource:
         canonical = {name: spelling.to_canonical(canonical_name(name)) for name in text}
         self.stored = {ours: name for name, ours in canonical.items()}
         self.packed = {canonical[name]: module for name, module in found.modules.items() if name in canonical}
+        self.parts: dict[str, ExpertPart] = {}
+        self.flat: set[str] = set()
         # What was packed is packed as (out_features, in_features), however its family stores plain weights.
         self.transposed = {name for name in self.stored if spelling.is_transposed(name)} - set(self.packed)
         if len(self.stored) != len(text):
             twice = next(name for name in text if self.stored[canonical[name]] != name)
             raise FormatError(f"{checkpoint.path}: tensor {quoted(twice)} is there twice, under two names of the same module")
+        if self.config.experts is not None:
+            self._split_experts(self.config.experts.num_experts)
+
+    def _split_experts(self, count: int) -> None:
+        """Tensors that hold all experts of a layer give way to the experts' names."""
+        for name in [name for name in self.stored if name not in self.packed]:
+            stored = self.stored[name]
+            parts = folder_parts(name, self.checkpoint.entry(stored), count)
+            if parts:
+                del self.stored[name]
+            for each, part in parts:
+                if each in self.stored:
+                    raise FormatError(f"tensor {quoted(stored)} holds experts that are there twice")
+                self.stored[each], self.parts[each] = stored, part
 
     def read(self, name: str) -> np.ndarray | QuantTensor:
-        tensor = self.checkpoint.read(self.stored[name])
+        tensor = _read_part(self, name)
         return tensor.T if name in self.transposed else tensor
 
 

@@ -29,7 +29,7 @@ from llmctl.quant.to_folder import plan_folder, write_folder
 from llmctl.runtime.engine.engine import Engine
 from llmctl.runtime.engine.model_runner import compute_logits
 from llmctl.runtime.loading import load_model, open_model
-from llmctl.runtime.models.config import BlockNorms, LayerConfig, ModelConfig
+from llmctl.runtime.models.config import BlockNorms, ExpertsConfig, LayerConfig, ModelConfig
 from llmctl.runtime.models.registry import family_by_model_type
 from llmctl.runtime.models.rope import RopeConfig
 from llmctl.runtime.sampling.params import SamplingParams
@@ -57,6 +57,9 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "cohere": {"bias": {"attention_bias": True}, "qk_norm": {"use_qk_norm": True}, "gguf": {"use_qk_norm": True}},
     "cohere2": {},
     "gpt2": {"gelu": {"activation_function": "gelu"}, "unscaled": {"scale_attn_weights": False}},
+    "mixtral": {"window": {"sliding_window": 8}},
+    "qwen2_moe": {"gguf": {"norm_topk_prob": False, "use_sliding_window": False}, "sparse": {"decoder_sparse_step": 2}},
+    "qwen3_moe": {"gguf": {"use_sliding_window": False, "mlp_only_layers": []}, "bias": {"attention_bias": True}},
     "exaone4": {"llama3": {"rope": "llama3"}, "all_full": {"sliding_window": None, "layer_types": ["full_attention"] * 4}},
 }
 ALL = [(family, case) for family, cases in CASES.items() for case in ("own", *cases)]
@@ -174,9 +177,34 @@ OFF: dict[str, Any] = {
 }
 
 
+EXPERTS_OFF: dict[str, Any] = {
+    "shared_size": None,
+    "shared_gate": False,
+    "bias": False,
+    "correction_bias": None,
+    "renormalize": False,
+    "sigmoid": False,
+    "group_by_top2": False,
+    "scale": 1.0,
+}
+
+
+def other_experts(config: ModelConfig) -> dict[str, ModelConfig]:
+    """The same for the switches of its experts; top_k and top_groups are one more or less."""
+    experts = config.experts
+    if experts is None:
+        return {}
+    off = {name: value for name, value in EXPERTS_OFF.items() if getattr(experts, name) != value}
+    off["top_k"] = experts.top_k - 1
+    if experts.top_groups < experts.num_groups:
+        off["top_groups"] = experts.top_groups + 1
+    return {name: replace(config, experts=replace(experts, **{name: value})) for name, value in off.items()}
+
+
 def without(config: ModelConfig) -> dict[str, ModelConfig]:
     """Switch → the config with this one switch off, for every switch that is on."""
     found = {name: replace(config, **{name: off}) for name, off in OFF.items() if getattr(config, name) != off}
+    found |= other_experts(config)
     if config.attention_scale != config.head_dim**-0.5:
         found["attention_scale"] = replace(config, attention_scale=config.head_dim**-0.5)
     if config.parallel:
@@ -231,6 +259,8 @@ def test_the_switches_are_those_of_the_config() -> None:
     shapes = {"eos_token_ids", "norms", "experts", "fused_qkv", "fused_gate_up", "gated_mlp", "parallel"}
     flags = {field.name for field in dataclasses.fields(ModelConfig) if field.default is not dataclasses.MISSING}
     assert flags - shapes == set(OFF)
+    choices = {field.name for field in dataclasses.fields(ExpertsConfig) if field.default is not dataclasses.MISSING}
+    assert choices - {"names", "num_groups", "top_groups"} == set(EXPERTS_OFF)
 
 
 def test_a_model_of_an_unknown_name_can_be_taken_for_a_known_one(folder: Folders, expected: Any, tmp_path: Path) -> None:
