@@ -256,7 +256,7 @@ def test_every_switch_matters(folder: Folders, expected: Any, family: str, case:
 
 def test_the_switches_are_those_of_the_config() -> None:
     """A new one has to be put into OFF."""
-    shapes = {"eos_token_ids", "norms", "experts", "fused_qkv", "fused_gate_up", "gated_mlp", "parallel"}
+    shapes = {"eos_token_ids", "norms", "experts", "latent", "fused_qkv", "fused_gate_up", "gated_mlp", "parallel"}
     flags = {field.name for field in dataclasses.fields(ModelConfig) if field.default is not dataclasses.MISSING}
     assert flags - shapes == set(OFF)
     choices = {field.name for field in dataclasses.fields(ExpertsConfig) if field.default is not dataclasses.MISSING}
