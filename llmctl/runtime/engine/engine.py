@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,14 +15,17 @@ from llmctl.runtime.cache.memory import BLOCK_SIZE, PREFILL_CHUNK, Demand, plan_
 from llmctl.runtime.engine.model_runner import ModelRunner
 from llmctl.runtime.engine.scheduler import ScheduledChunk, Scheduler
 from llmctl.runtime.engine.sequence import FinishReason, Sequence
+from llmctl.runtime.engine.speculation import Speculation
 from llmctl.runtime.loading import LoadedModel
 from llmctl.runtime.sampling.params import SamplingParams
+from llmctl.runtime.sampling.rejection import Proposal
 from llmctl.runtime.sampling.sampler import SampledToken, Sampler
 
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One new token of a sequence; finish_reason is set on its last.
+    """One new token of a sequence; finish_reason is set on its last. A step gives one a sequence, or several where a draft was
+    right.
 
     "stop": the token is an end token. "length": max_tokens or the context is used up. A sequence asked for zero tokens ends
     with token None.
@@ -37,8 +41,8 @@ class Engine:
 
     max_num_seqs: sequences in a step. prefill_chunk: tokens in a step. context_length: prompt and completion of one
     sequence together. num_blocks: pages of the cache (less for windows that need less); None gives every one of max_num_seqs
-    sequences a full context, as far as memory allows (LoadedModel.max_cache_bytes), and at least one sequence. longest_draft:
-    tokens of a sequence that may be taken back after they were computed. prefix_cache: begin a sequence with what the cache
+    sequences a full context, as far as memory allows (LoadedModel.max_cache_bytes), and at least one sequence. speculation:
+    what drafts tokens, None for plain decoding. prefix_cache: begin a sequence with what the cache
     still has of its text.
     """
 
@@ -49,10 +53,12 @@ class Engine:
         max_num_seqs: int = 1,
         prefill_chunk: int = PREFILL_CHUNK,
         num_blocks: int | None = None,
-        longest_draft: int = 0,
+        speculation: Speculation | None = None,
         prefix_cache: bool = True,
     ) -> None:
         self.model, self.context_length, self._prefill_chunk = model, model.context_length, prefill_chunk
+        self.speculation = speculation
+        longest_draft = speculation.longest if speculation else 0
         demand = Demand(self.context_length, max_num_seqs, prefill_chunk, longest_draft)
         layers, most = model.config.kv_layers(), model.max_cache_bytes
         plan = plan_cache(layers, model.kv_type, demand, most_bytes=most, most_pages=num_blocks)
@@ -101,7 +107,7 @@ class Engine:
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = "abort"
-        self._scheduler.remove(sequence)
+        self._remove(sequence)
         for followers in self._followers.values():
             if sequence in followers:
                 followers.remove(sequence)
@@ -124,40 +130,101 @@ class Engine:
         """Let the step under way in the main thread end early, without an output and its tokens not counted: for signal
         handlers. A short one still runs to its end."""
         self._runner.interrupt()
+        if self.speculation:
+            self.speculation.drafter.interrupt()
 
     def step(self, max_tokens: int | None = None) -> list[TokenOutput]:
-        """Run one batch. Returns the new tokens, at most one a sequence; a chunk inside a prompt gives none.
+        """Run one batch. Returns the new tokens, one a sequence and those of its draft that hold; a chunk inside a prompt gives
+        none.
 
         max_tokens: run no more tokens than that, to stop a prompt at a given place (a benchmark does).
         """
         if self._finished_early:
             early, self._finished_early = self._finished_early, []
             return early
-        chunks = self._scheduler.schedule(max_tokens)
-        if not chunks:
-            return []
-        self._runner.copy_pages(self._blocks.take_copies())
         try:
-            logits = self._runner.run(chunks)
+            chunks = self._schedule(max_tokens)
+            if not chunks:
+                return []
+            logits = self._run(chunks)
         except StepInterrupted:
             return []
-        ended = [chunk.sequence for chunk in chunks if chunk.is_last]
+        ended = [chunk for chunk in chunks if chunk.is_last]
         for chunk in chunks:
             self._count(chunk, alone=len(chunks) == 1)
-        return [
-            self._advance(sequence, row)
-            for leader, row in zip(ended, logits, strict=True)
-            for sequence in [leader, *self._fork(leader)]
-        ]
+        outputs, first = [], 0
+        for chunk in ended:
+            rows = logits[first : first + 1 + chunk.num_drafted]
+            first += len(rows)
+            outputs += self._settle(chunk, rows)
+        return outputs
+
+    def _schedule(self, max_tokens: int | None) -> list[ScheduledChunk]:
+        """The next step's chunks, drafts included."""
+        if self.speculation:
+            room = self._prefill_chunk if max_tokens is None else max_tokens
+            ready = [s for s in self._scheduler.running if s.num_uncomputed == 1 and s.num_computed >= s.num_prompt_tokens]
+            self.speculation.draft([(s, min(room - 1, self._tokens_left(s) - 1)) for s in ready])
+        return self._scheduler.schedule(max_tokens)
+
+    def _tokens_left(self, sequence: Sequence) -> int:
+        """How many more a sequence may have."""
+        at_most = self._capacity - len(sequence.token_ids)
+        if sequence.params.max_tokens is None:
+            return at_most
+        return min(at_most, sequence.params.max_tokens - len(sequence.completion_token_ids))
+
+    def _run(self, chunks: list[ScheduledChunk]) -> np.ndarray:
+        """The logits of a step."""
+        self._runner.copy_pages(self._blocks.take_copies())
+        begin = time.perf_counter()
+        logits = self._runner.run(chunks)
+        if self.speculation and all(chunk.num_tokens == 1 + chunk.num_drafted for chunk in chunks):
+            drafted = sum(chunk.num_drafted for chunk in chunks)
+            self.speculation.record_step(len(chunks) + drafted, time.perf_counter() - begin, drafted)
+        return logits
 
     def _count(self, chunk: ScheduledChunk, alone: bool) -> None:
-        """The chunk's tokens are computed; others may begin with them where they are what a run without a cache has."""
-        sequence, begin = chunk.sequence, chunk.begin
-        whole = alone and begin % self._prefill_chunk == 0 and chunk.num_tokens == self._prefill_chunk
-        sequence.num_computed += chunk.num_tokens
+        """The chunk's own tokens are computed; others may begin with them where they are what a run without a cache has."""
+        sequence, begin, num_tokens = chunk.sequence, chunk.begin, chunk.num_tokens - chunk.num_drafted
+        whole = alone and begin % self._prefill_chunk == 0 and num_tokens == self._prefill_chunk
+        sequence.num_computed += num_tokens
         assert sequence.pages is not None
         if self.model.ops.is_row_invariant or (whole and sequence.pages.num_remembered == begin // BLOCK_SIZE):
             self._blocks.remember(sequence.pages, sequence.token_ids, sequence.num_computed)
+
+    def _settle(self, chunk: ScheduledChunk, rows: np.ndarray) -> list[TokenOutput]:
+        """The new tokens of a sequence and of those forked from it. rows: logits after its last token and each drafted one."""
+        sequence, draft = chunk.sequence, chunk.sequence.draft
+        outputs = [self._advance(each, rows[0]) for each in self._fork(sequence)]
+        sequence.draft, own = [], []
+        for row, proposal in zip(rows, [*draft, None], strict=True):
+            own.append(self._advance(sequence, row, proposal))
+            if own[-1].finish_reason is not None or proposal is None or sequence.token_ids[-1] != proposal.token_id:
+                break
+            sequence.num_computed += 1
+        if draft:
+            self._take_back(sequence, draft, own)
+        for output in (*outputs, *own):
+            if output.finish_reason is not None:
+                self._remove(output.sequence)
+        return own + outputs
+
+    def _take_back(self, sequence: Sequence, draft: list[Proposal], outputs: list[TokenOutput]) -> None:
+        """Forget what was computed of drafted tokens that did not hold."""
+        assert sequence.pages is not None
+        assert self.speculation is not None
+        pairs = zip(draft, outputs, strict=False)
+        accepted = sum(output.token is not None and output.token.token_id == proposal.token_id for proposal, output in pairs)
+        self.speculation.record(sequence, draft, accepted, len(outputs))
+        self._blocks.rewind(sequence.pages, sequence.num_computed)
+        if self.model.ops.is_row_invariant:
+            self._blocks.remember(sequence.pages, sequence.token_ids, sequence.num_computed)
+
+    def _remove(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        if self.speculation:
+            self.speculation.forget(sequence)
 
     def _fork(self, leader: Sequence) -> list[Sequence]:
         """The sequences that waited for this one's prompt and now go on from its pages. Those there is no room for wait like
@@ -174,13 +241,11 @@ class Engine:
                 self._scheduler.add(follower)
         return joined
 
-    def _advance(self, sequence: Sequence, logits: np.ndarray) -> TokenOutput:
-        """Sample, append, and finish the sequence where it must end."""
-        token = sequence.sampler.sample(logits[: self.model.num_tokens], sequence.token_ids)
+    def _advance(self, sequence: Sequence, logits: np.ndarray, proposal: Proposal | None = None) -> TokenOutput:
+        """Sample, append, and say where the sequence must end."""
+        token = sequence.sampler.sample(logits[: self.model.num_tokens], sequence.token_ids, proposal)
         sequence.token_ids.append(token.token_id)
         sequence.finish_reason = self._finish_reason(sequence, token.token_id)
-        if sequence.finish_reason is not None:
-            self._scheduler.remove(sequence)
         return TokenOutput(sequence, token, sequence.finish_reason)
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:

@@ -25,7 +25,7 @@ def describe(chunks: list[ScheduledChunk], num_groups: int, tables: RotaryTables
     cu_seqlens_q = [0]
     for chunk in chunks:
         begin, end = chunk.begin, chunk.end
-        token_ids += chunk.sequence.token_ids[begin:end]
+        token_ids += chunk.token_ids
         positions += range(begin, end)
         cu_seqlens_q.append(len(token_ids))
     return BatchDescription(
@@ -71,10 +71,11 @@ class ModelRunner:
         self.cache.copy(copies)
 
     def run(self, chunks: list[ScheduledChunk]) -> np.ndarray:
-        """Compute the chunks. Returns float32 logits, one row for each chunk that ends its sequence, in order; they are valid
-        until the next call."""
+        """Compute the chunks. Returns float32 logits, in order: for each chunk that ends its sequence one row, and one for every
+        drafted token in it. They are valid until the next call."""
         batch = self._describe(chunks)
-        rows = [batch.cu_seqlens_q[i + 1] - 1 for i, chunk in enumerate(chunks) if chunk.is_last]
+        ends = [(batch.cu_seqlens_q[i + 1], chunk) for i, chunk in enumerate(chunks) if chunk.is_last]
+        rows = [row for end, chunk in ends for row in range(end - 1 - chunk.num_drafted, end)]
         return self._forward(batch, np.array(rows, np.int64))
 
     def interrupt(self) -> None:

@@ -16,10 +16,17 @@ from llmctl.runtime.engine.sequence import Sequence
 
 @dataclass(frozen=True)
 class ScheduledChunk:
-    """Tokens num_computed … num_computed + num_tokens − 1 of a sequence."""
+    """Tokens num_computed … num_computed + num_tokens − 1 of a sequence, the last `num_drafted` of them of its draft."""
 
     sequence: Sequence
     num_tokens: int
+    num_drafted: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The chunk's tokens."""
+        own = self.sequence.token_ids[self.begin : self.end]
+        return own + [proposal.token_id for proposal in self.sequence.draft[: self.num_drafted]]
 
     @property
     def begin(self) -> int:
@@ -34,7 +41,7 @@ class ScheduledChunk:
     @property
     def is_last(self) -> bool:
         """True when the chunk reaches the end of the sequence, so a token can be sampled after it."""
-        return self.num_tokens == self.sequence.num_uncomputed
+        return self.num_tokens - self.num_drafted == self.sequence.num_uncomputed
 
 
 class Scheduler:
@@ -74,8 +81,9 @@ class Scheduler:
                 continue
             num_tokens = min(sequence.num_uncomputed, budget)
             if self._reserve(sequence, sequence.num_computed + num_tokens, chunks):
-                chunks.append(ScheduledChunk(sequence, num_tokens))
-                budget -= num_tokens
+                num_drafted = self._add_draft(sequence, num_tokens, budget - num_tokens)
+                chunks.append(ScheduledChunk(sequence, num_tokens + num_drafted, num_drafted))
+                budget -= chunks[-1].num_tokens
         return chunks
 
     def _admit(self) -> None:
@@ -109,9 +117,21 @@ class Scheduler:
         self.blocks.grow(sequence.pages, sequence.num_computed, num_tokens)
         return True
 
+    def _add_draft(self, sequence: Sequence, num_tokens: int, budget: int) -> int:
+        """Take pages for as much of a sequence's draft as there is budget for, and drop the rest; all of it where that would
+        cost another sequence its pages."""
+        count = min(len(sequence.draft), budget)
+        end = sequence.num_computed + num_tokens + count
+        if count and self.blocks.can_grow(sequence.pages, sequence.num_computed, end):
+            self.blocks.grow(sequence.pages, sequence.num_computed, end)
+        else:
+            count = 0
+        sequence.draft = sequence.draft[:count]
+        return count
+
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
-        sequence.num_computed = 0
+        sequence.num_computed, sequence.draft = 0, []
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
 

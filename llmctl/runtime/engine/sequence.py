@@ -7,6 +7,7 @@ from typing import Literal
 
 from llmctl.runtime.cache.block_manager import SequencePages
 from llmctl.runtime.sampling.params import SamplingParams
+from llmctl.runtime.sampling.rejection import Proposal
 from llmctl.runtime.sampling.sampler import Sampler
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -18,7 +19,8 @@ class Sequence:
 
     token_ids: prompt followed by completion. num_computed: leading tokens whose keys and values are in the cache.
     num_cached_tokens: tokens of the prompt that were there already when it began. pages: its cache pages, None before they are
-    first asked for. was_begun: it has run before, even if it waits again. finish_reason: None while it runs.
+    first asked for. was_begun: it has run before, even if it waits again. draft: tokens that may follow, computed in the next
+    step to be judged there. finish_reason: None while it runs.
     """
 
     prompt_token_ids: list[int]
@@ -29,6 +31,7 @@ class Sequence:
     num_cached_tokens: int = 0
     was_begun: bool = False
     pages: SequencePages | None = None
+    draft: list[Proposal] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:

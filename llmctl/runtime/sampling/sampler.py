@@ -15,6 +15,7 @@ from llmctl.runtime.sampling import steps
 from llmctl.runtime.sampling.params import SamplingParams
 from llmctl.runtime.sampling.penalties import apply_bias
 from llmctl.runtime.sampling.ranking import draw_from_all, log_normalizer, most_likely, relative
+from llmctl.runtime.sampling.rejection import Proposal, choose
 from llmctl.runtime.sampling.steps import Pool
 
 
@@ -45,12 +46,13 @@ class Sampler:
         self.constraint_s = 0.0
         self._surprise_limit = 2.0 * (params.mirostat_tau or 0.0)  # where mirostat begins
 
-    def sample(self, logits: np.ndarray, token_ids: Sequence[int]) -> SampledToken:
+    def sample(self, logits: np.ndarray, token_ids: Sequence[int], proposal: Proposal | None = None) -> SampledToken:
         """Choose from logits [vocab_size] float32, given the tokens so far (prompt and completion).
 
+        proposal: what a draft says comes next; taken or replaced so that the odds are the same as without it.
         LlmctlError if the model computed something that is not a number, or nothing is left that may be drawn.
         """
-        token_id = self._choose(self._allowed(logits), token_ids)
+        token_id = self._choose(self._allowed(logits), token_ids, proposal)
         self._accept(token_id)
         if self.params.num_logprobs is None:
             return SampledToken(token_id)
@@ -87,9 +89,18 @@ class Sampler:
                 constraint.accept(token_id)
             self.constraint_s += time.perf_counter() - begin
 
-    def _choose(self, logits: np.ndarray, token_ids: Sequence[int]) -> int:
+    def propose(self, logits: np.ndarray, token_ids: Sequence[int]) -> Proposal:
+        """Draft a token from a draft model's logits: what this would choose, and the odds it was chosen by."""
+        pool = self.candidates(self._allowed(logits), token_ids)
+        if self._is_greedy:
+            token_id = most_likely(pool.logits)
+            return Proposal(token_id, confidence=math.exp(float(pool.logits[token_id]) - log_normalizer(pool.logits)))
+        ids, weights = _odds(pool)
+        return Proposal(int(ids[self._place(weights)]), ids, weights / weights.sum())
+
+    def _choose(self, logits: np.ndarray, token_ids: Sequence[int], proposal: Proposal | None) -> int:
         pool = self.candidates(logits, token_ids)
-        return most_likely(pool.logits) if self._is_greedy else self._draw(pool)
+        return most_likely(pool.logits) if self._is_greedy else self._draw(pool, proposal)
 
     def candidates(self, logits: np.ndarray, token_ids: Sequence[int]) -> Pool:
         """What the steps leave to be drawn of logits that have bias and constraints; those before any cut if it is greedy."""
@@ -104,15 +115,25 @@ class Sampler:
                 pool = steps.take(name, pool, self.params, token_ids, len(logits))
         return pool
 
-    def _draw(self, pool: Pool) -> int:
-        """Inverse of the cumulative distribution over the candidates, at one uniform number."""
-        uniform = self._generator.random()
-        if pool.ids is None:
-            return draw_from_all(pool.logits, uniform)
-        weights = relative(pool.logits)
-        cumulative = weights.cumsum()
-        chosen = min(int(cumulative.searchsorted(uniform * cumulative[-1], side="right")), len(weights) - 1)
+    def _draw(self, pool: Pool, proposal: Proposal | None) -> int:
+        """One of the candidates."""
+        if pool.ids is None and proposal is None:
+            return draw_from_all(pool.logits, self._generator.random())
+        ids, weights = _odds(pool)
+        chosen = self._place(weights) if proposal is None else choose(ids, weights, proposal, self._generator)
         if self.params.mirostat_tau is not None:
-            surprise = -math.log2(weights[chosen] / cumulative[-1])
+            surprise = -math.log2(weights[chosen] / weights.sum())
             self._surprise_limit -= self.params.mirostat_eta * (surprise - self.params.mirostat_tau)
-        return int(pool.ids[chosen])
+        return int(ids[chosen])
+
+    def _place(self, weights: np.ndarray) -> int:
+        """Inverse of the cumulative distribution at one uniform number."""
+        cumulative = weights.cumsum()
+        return min(int(cumulative.searchsorted(self._generator.random() * cumulative[-1], side="right")), len(weights) - 1)
+
+
+def _odds(pool: Pool) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and weights, float64, in proportion to their probabilities."""
+    if pool.ids is not None:
+        return pool.ids, relative(pool.logits)
+    return np.arange(len(pool.logits)), np.exp(pool.logits.astype(np.float64) - float(pool.logits.max()))
