@@ -92,6 +92,13 @@ QWEN_MOE = {
     **{"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [1]},
 }
 QWEN2_MOE = {**{key: value for key, value in QWEN_MOE.items() if key != "head_dim"}, "shared_expert_intermediate_size": 96}
+GPT_OSS = {
+    **{"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": ORIGINAL_CONTEXT},
+        **{"beta_fast": 4.0, "beta_slow": 1.0, "truncate": False},
+    },
+}
 FAMILIES = {
     "llama": ("LlamaConfig", LLAMA),
     "mistral": ("MistralConfig", MISTRAL),
@@ -125,6 +132,7 @@ FAMILIES = {
         {**COHERE, "sliding_window": 8, "layer_types": [*["sliding_attention"] * 3, "full_attention"], "logit_scale": 0.7},
     ),
     "gpt2": ("GPT2Config", GPT2),
+    "gpt_oss": ("GptOssConfig", {**WINDOWED, **GPT_OSS}),
     "deepseek_v2": ("DeepseekV2Config", {**DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3Config", {**DEEPSEEK, "norm_topk_prob": True}),
     "mixtral": ("MixtralConfig", MIXTRAL),
@@ -248,11 +256,14 @@ def randomize(model, seed: int) -> None:
             if name.endswith("norm.weight") or (".ln_" in name and name.endswith("weight")):
                 # Gemma's norms multiply by one plus the stored weight and start at zero; the others start at one.
                 parameter.copy_(parameter.mean().round() + 0.2 * noise)
-            elif parameter.ndim == 2 and "embed_tokens" not in name:
+            elif parameter.ndim == 2 and "embed_tokens" not in name and not name.endswith("_bias"):
                 gain = 2.0 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "c_attn")) else 1.0
                 fan_in = parameter.shape[0 if ".h." in name else 1]  # of GPT-2's modules, which are no Linear
                 parameter.copy_(noise * gain / fan_in**0.5)
-            elif parameter.ndim == 2 or "experts" in name:
+            elif parameter.ndim == 3 and hasattr(model.config, "swiglu_limit"):
+                # (experts, in, out), so large that some numbers are clamped
+                parameter.copy_(noise * (4.0 if "gate_up" in name else 0.5) / parameter.shape[1] ** 0.5)
+            elif parameter.ndim > 1 and not name.endswith("_bias"):
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
             else:
                 parameter.copy_(0.3 * noise)

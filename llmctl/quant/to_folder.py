@@ -36,6 +36,7 @@ from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
 from llmctl.runtime.checkpoint.safetensors_writer import SafetensorsWriter
 from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.loading import sampling_defaults
+from llmctl.runtime.models.expert_parts import join_in_turn, joined_name
 from llmctl.runtime.models.latent_parts import join_parts, whole_name
 from llmctl.runtime.models.registry import chosen_family
 from llmctl.runtime.models.weights import ModelWeights
@@ -69,7 +70,8 @@ Files = tuple[dict[str, bytes], list[str]]  # name → content, and warnings
 @dataclass(frozen=True)
 class FolderTensor:
     """One tensor to be written. name: ours. parts: our names of what it is read as. source: how it is stored where it is read.
-    written: the name in the folder. shape: torch order, as written. transposed: with its axes swapped."""
+    written: the name in the folder. shape: torch order, as written. transposed: with its axes swapped. joined: of all experts of
+    a layer."""
 
     name: str
     parts: tuple[str, ...]
@@ -77,6 +79,7 @@ class FolderTensor:
     written: str
     shape: tuple[int, ...]
     transposed: bool
+    joined: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -156,19 +159,23 @@ def _sources(checkpoint: GgufCheckpoint | SafetensorsCheckpoint) -> list[Path]:
 def _tensors(weights: ModelWeights, needed: Sequence[str]) -> list[FolderTensor]:
     """In the order of the forward pass."""
     parts: dict[str, list[str]] = {}
+    whole = joined_name if weights.family.hf_names.joined_experts else whole_name
     for name in needed:
-        parts.setdefault(whole_name(name), []).append(name)
+        parts.setdefault(whole(name), []).append(name)
     return [_tensor(weights, name, tuple(names)) for name, names in parts.items()]
 
 
 def _tensor(weights: ModelWeights, name: str, parts: tuple[str, ...]) -> FolderTensor:
     stored, spelling = [weights.stored(part) for part in parts], weights.family.hf_names
-    transposed = spelling.is_transposed(name)
+    transposed, joined = spelling.is_transposed(name), spelling.joined_experts and name not in parts
     shape = stored[0].shape[::-1] if transposed else stored[0].shape
-    if len(parts) > 1:
+    if joined:
+        experts = weights.config.experts.num_experts if weights.config.experts else 0
+        shape = (experts, *stored[0].shape[:0:-1], stored[0].shape[0] * len(parts) // experts)
+    elif len(parts) > 1:
         (heads, rank, keys), (_, values, _) = (part.shape for part in stored)
         shape = heads * (keys + values), rank
-    return FolderTensor(name, parts, stored[0].form, spelling.to_folder(name), shape, transposed)
+    return FolderTensor(name, parts, stored[0].form, spelling.to_folder(name), shape, transposed, joined)
 
 
 def _chosen_type(tensors: list[FolderTensor], type_name: str) -> Format:
@@ -269,13 +276,8 @@ def _parts(plan: FolderPlan, tensor: FolderTensor, written: FolderWritten) -> It
     what = f"{plan.path}: tensor {quoted(tensor.name)}"
     changed = odd = False
     try:
-        stored = plan.weights.read(tensor.parts[0])
-        was_plain = isinstance(stored, np.ndarray)
-        if len(tensor.parts) > 1:
-            stored = join_parts(dequantize(stored), dequantize(plan.weights.read(tensor.parts[1])))
-        if tensor.transposed:  # only whole rows of the one are columns of the other
-            stored = np.ascontiguousarray((stored if was_plain else dequantize(stored)).T)
-        for rows in _chunks(stored):
+        pieces = _joined(plan, tensor) if tensor.joined else [_whole(plan, tensor)]
+        for rows, was_plain in ((rows, plain) for piece, plain in pieces for rows in _chunks(piece)):
             part = cast(rows if isinstance(rows, np.ndarray) else dequantize(rows), plan.form)
             yield part
             if not was_plain or not isinstance(rows, np.ndarray):
@@ -291,6 +293,25 @@ def _parts(plan: FolderPlan, tensor: FolderTensor, written: FolderWritten) -> It
         written.changed.append(tensor.name)
     if odd:
         written.warnings.append(f"tensor {quoted(tensor.name)} holds NaN or infinity, copied as it is")
+
+
+def _whole(plan: FolderPlan, tensor: FolderTensor) -> tuple[Tensor, bool]:
+    """The tensor as it is written but for its type, and whether it is stored in plain numbers."""
+    stored = plan.weights.read(tensor.parts[0])
+    was_plain = isinstance(stored, np.ndarray)
+    if len(tensor.parts) > 1:
+        stored = join_parts(dequantize(stored), dequantize(plan.weights.read(tensor.parts[1])))
+    if tensor.transposed:  # only whole rows of the one are columns of the other
+        stored = np.ascontiguousarray((stored if was_plain else dequantize(stored)).T)
+    return stored, was_plain
+
+
+def _joined(plan: FolderPlan, tensor: FolderTensor) -> Iterator[tuple[Tensor, bool]]:
+    """The same, one expert after the other."""
+    experts = tensor.shape[0]
+    for expert in range(experts):
+        sides = [plan.weights.read(part) for part in tensor.parts[expert::experts]]
+        yield join_in_turn([dequantize(side) for side in sides]), all(isinstance(side, np.ndarray) for side in sides)
 
 
 def _chunks(tensor: Tensor | PackedIntTensor) -> Iterator[Tensor]:

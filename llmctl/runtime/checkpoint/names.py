@@ -75,7 +75,8 @@ class HfNames:
 
     top / layer: canonical module → module in the folder, as in `GgufNames`; empty where nothing is renamed. layers: what stands
     before a layer's number. bare: what older folders leave out before every name. transposed: canonical layer modules whose
-    weight is stored as (in_features, out_features).
+    weight is stored as (in_features, out_features). joined_experts: all experts of a layer are stored as one tensor, and are so
+    written: (experts, in_features, out_features), gate and up column by column in turn.
     """
 
     top: dict[str, str] = field(default_factory=dict)
@@ -83,6 +84,7 @@ class HfNames:
     layers: str = "model.layers"
     bare: str = ""
     transposed: frozenset[str] = frozenset()
+    joined_experts: bool = False
 
     def to_canonical(self, name: str) -> str:
         """Our name of a tensor in a folder; one that is not in the table stays what it is."""

@@ -6,6 +6,7 @@ No kernel reads float8: its values are worked out when it is read, in the narrow
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import ml_dtypes
@@ -81,24 +82,31 @@ def mxfp4_module(parts: Parts, name: str, blocks: str, scales: str) -> PackedMod
     stored = parts.checkpoint.entry(parts.name(blocks)).shape
     if not grid or not all(grid):
         raise FormatError(f"{parts.where(scales)} has shape {grid}, expected an exponent for every 32 weights of {stored}")
-    shape = (*grid[:-1], 32 * grid[-1])
     expected = (*grid, 16) if len(stored) > len(grid) else (*grid[:-1], 16 * grid[-1])
     parts.check(scales, ("U8", "F8_E8M0"), grid, "exponents")
     parts.check(blocks, ("U8",), expected, f"4-bit floats with exponents {grid}")
-    names = parts.names(blocks, scales)
-    form = FORMATS["MXFP4"]
-    nbytes = prod(shape[:-1]) * form.row_bytes(shape[-1])
-    return PackedModule(name, names, shape, form.name, nbytes, lambda: _mxfp4(parts, blocks, scales, shape))
+    matrix = (lambda index, rows: _module(parts, name, (blocks, scales), (index, rows))) if len(grid) == 3 else None
+    return replace(_module(parts, name, (blocks, scales), ()), matrix=matrix)
 
 
-def _mxfp4(parts: Parts, blocks: str, scales: str, shape: tuple[int, ...]) -> QuantTensor:
-    exponents = parts.read(scales).view(np.uint8)
+def _module(parts: Parts, name: str, suffixes: tuple[str, str], place: tuple[int, slice] | tuple[()]) -> PackedModule:
+    """What lies at `place` of the tensors; () is everything."""
+    grid = np.broadcast_to(np.uint8(0), parts.checkpoint.entry(parts.name(suffixes[1])).shape)[place].shape
+    form, shape = FORMATS["MXFP4"], (*grid[:-1], 32 * grid[-1])
+    nbytes = prod(grid) * form.bytes_per_block
+    return PackedModule(name, parts.names(*suffixes), shape, form.name, nbytes, lambda: _mxfp4(parts, suffixes, place), nbytes)
+
+
+def _mxfp4(parts: Parts, suffixes: tuple[str, str], place: tuple[int, slice] | tuple[()]) -> QuantTensor:
+    blocks, scales = suffixes
+    exponents = parts.read(scales).view(np.uint8)[place]
     if (exponents == 255).any():
         raise FormatError(f"{parts.where(scales)} holds an exponent of 255, which is no number: the file is damaged")
-    pairs = parts.read(blocks).reshape(*exponents.shape, 16)
+    pairs = parts.read(blocks)[place].reshape(*exponents.shape, 16)
     first, second = pairs[..., :8], pairs[..., 8:]  # elements 0 to 15 and 16 to 31
     made = np.empty((*exponents.shape, 17), np.uint8)
     made[..., 0] = exponents
     made[..., 1::2] = first & 15 | second << 4
     made[..., 2::2] = first >> 4 | second & 240
+    shape = (*exponents.shape[:-1], 32 * exponents.shape[-1])
     return QuantTensor(FORMATS["MXFP4"], shape, made.reshape(*shape[:-1], -1))

@@ -25,7 +25,8 @@ class PackedModule:
     name: of the weight, as if it were stored plainly. parts: names of the tensors, the one with the codes first.
     shape: torch order. form: how it is stored, for people (INT4, F8_E4M3, MXFP4). native_bytes: of memory once it is prepared
     for the native kernels, about. read: codes with their scales (values where there are no codes of whole numbers): FormatError
-    where they are damaged.
+    where they are damaged. nbytes: stored, None for all of the parts. matrix: of a stack of matrices one of them, or some of
+    its rows, as a module of its own; None where it is no stack.
     """
 
     name: str
@@ -34,6 +35,8 @@ class PackedModule:
     form: str
     native_bytes: int
     read: Callable[[], StoredIntegers | QuantTensor | np.ndarray]
+    nbytes: int | None = None
+    matrix: Callable[[int, slice], PackedModule] | None = None
 
 
 def integer_bytes(shape: tuple[int, int], bits: int, group_size: int) -> int:

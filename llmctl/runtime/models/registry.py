@@ -14,6 +14,7 @@ from llmctl.runtime.models import (
     gemma3,
     glm4,
     gpt2,
+    gpt_oss,
     granite,
     llama,
     mistral3,
@@ -51,6 +52,7 @@ FAMILIES: tuple[Family, ...] = (
     cohere.COHERE2,
     deepseek.FAMILY,
     gpt2.FAMILY,
+    gpt_oss.FAMILY,
 )
 
 

@@ -116,7 +116,7 @@ class ModelWeights:
         if part := self._parts.get(name):
             return self._stored_part(part)
         if module := self.packed(name):
-            nbytes = sum(self.checkpoint.entry(part).nbytes for part in module.parts)
+            nbytes = module.nbytes or sum(self.checkpoint.entry(part).nbytes for part in module.parts)
             return StoredWeight(module.form, module.shape, nbytes, module.native_bytes)
         entry = self.stored_entry(name)
         shape = entry.shape[::-1] if self.is_transposed(name) else entry.shape
@@ -304,15 +304,25 @@ class _HfSource:
 
     def _split_experts(self, count: int) -> None:
         """Tensors that hold all experts of a layer give way to the experts' names."""
-        for name in [name for name in self.stored if name not in self.packed]:
-            stored = self.stored[name]
-            parts = folder_parts(name, self.checkpoint.entry(stored), count)
-            if parts:
-                del self.stored[name]
+        in_turn = self.family.hf_names.joined_experts
+        for name, stored in list(self.stored.items()):
+            stack = self.packed.get(name)
+            shape = stack.shape if stack else self.checkpoint.entry(stored).shape
+            parts = folder_parts(name, shape, count, in_turn=in_turn, packed=stack is not None)
+            if not parts or (stack and stack.matrix is None):
+                continue
+            del self.stored[name]
             for each, part in parts:
                 if each in self.stored:
                     raise FormatError(f"tensor {quoted(stored)} holds experts that are there twice")
-                self.stored[each], self.parts[each] = stored, part
+                self.stored[each] = stored
+                if stack is not None:
+                    self.packed[each] = part.module(stack)
+                    continue
+                self.parts[each] = part
+                if in_turn and len(shape) > 2:
+                    self.transposed.add(each)
+            self.packed.pop(name, None)
 
     def read(self, name: str) -> np.ndarray | QuantTensor:
         tensor = _read_part(self, name)

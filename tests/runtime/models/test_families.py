@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "cohere": {"bias": {"attention_bias": True}, "qk_norm": {"use_qk_norm": True}, "gguf": {"use_qk_norm": True}},
     "cohere2": {},
     "gpt2": {"gelu": {"activation_function": "gelu"}, "unscaled": {"scale_attn_weights": False}},
+    "gpt_oss": {"unscaled": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}, "attention_bias": False}},
     "mixtral": {"window": {"sliding_window": 8}},
     "qwen2_moe": {"gguf": {"norm_topk_prob": False, "use_sliding_window": False}, "sparse": {"decoder_sparse_step": 2}},
     "qwen3_moe": {"gguf": {"use_sliding_window": False, "mlp_only_layers": []}, "bias": {"attention_bias": True}},
@@ -205,6 +206,8 @@ def without(config: ModelConfig) -> dict[str, ModelConfig]:
     """Switch → the config with this one switch off, for every switch that is on."""
     found = {name: replace(config, **{name: off}) for name, off in OFF.items() if getattr(config, name) != off}
     found |= other_experts(config)
+    if config.activation == "clamped_swiglu":
+        found["activation"] = replace(config, activation="silu")
     if config.attention_scale != config.head_dim**-0.5:
         found["attention_scale"] = replace(config, attention_scale=config.head_dim**-0.5)
     if config.parallel:
@@ -217,6 +220,7 @@ def without(config: ModelConfig) -> dict[str, ModelConfig]:
         "sliding_window": lambda layer: replace(layer, sliding_window=None),
         "layers_without_rope": lambda layer: replace(layer, rope=layer.rope or ropes[0]),
         "partial_rotary": lambda layer: replace(layer, rope=layer.rope and replace(layer.rope, rotary_dim=config.head_dim)),
+        "yarn_truncate": lambda layer: replace(layer, rope=layer.rope and _truncated(layer.rope)),
         "rope_type": lambda layer: replace(layer, rope=layer.rope and _unscaled(layer.rope)),
     }
     for name, change in changes.items():
@@ -230,6 +234,10 @@ def _other_norms(norms: BlockNorms) -> BlockNorms:
     if norms.attention is None:
         return BlockNorms(norms.attention_out, None, norms.mlp_out, None)
     return BlockNorms(norms.attention, None, norms.mlp, None)
+
+
+def _truncated(rope: RopeConfig) -> RopeConfig:
+    return replace(rope, parameters={**rope.parameters, "truncate": True}) if rope.parameters.get("truncate") is False else rope
 
 
 def _unscaled(rope: RopeConfig) -> RopeConfig:
