@@ -33,6 +33,11 @@ NUM_PROMPT, NUM_STEPS = 40, 24
 CLOSE = 1e-3
 _NO_WINDOW = {"use_sliding_window": False, "layer_types": None}
 _FIVE_TO_ONE = {"num_hidden_layers": 7, "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"]}
+_MSCALE = {
+    **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0},
+}
+_LOW_MSCALE = {**_MSCALE, "mscale": 0.7, "mscale_all_dim": 0.7}
 # Family → choices that both GGUF and llama.cpp can say.
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -51,6 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "cohere": {},
     "cohere2": {},
+    "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "rope": _LOW_MSCALE},  # llama.cpp groups as V3 does
+    "deepseek_v3": {"rope": _MSCALE},
     "exaone4": {"hidden_size": 192, "sliding_window": None, "layer_types": ["full_attention"] * 4},
 }
 

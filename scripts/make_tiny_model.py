@@ -267,6 +267,9 @@ def randomize(model, seed: int) -> None:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
             else:
                 parameter.copy_(0.3 * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # is trained as the parameters are
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def _byte_level_tokenizer(folder: Path, config) -> None:

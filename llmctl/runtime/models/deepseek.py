@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from llmctl.errors import FormatError, UnsupportedError
-from llmctl.runtime.checkpoint.names import TOP_NAMES, GgufNames
+from llmctl.runtime.checkpoint.names import EXPERT_NAMES, TOP_NAMES, GgufNames
 from llmctl.runtime.models.config import ExpertNames, ExpertsConfig, LatentConfig, LayerConfig, ModelConfig
 from llmctl.runtime.models.family import Family
 from llmctl.runtime.models.hf_config import HfConfig
@@ -243,6 +243,7 @@ FAMILY = Family(
             "mlp.gate_proj": "ffn_gate",
             "mlp.up_proj": "ffn_up",
             "mlp.down_proj": "ffn_down",
+            **EXPERT_NAMES,
             _CORRECTION: "exp_probs_b.bias",
             "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
             "mlp.shared_experts.up_proj": "ffn_up_shexp",

@@ -37,6 +37,8 @@ from llmctl.runtime.sampling.params import SamplingParams
 LENGTH = 50  # past every window and original context, not a whole number of pages
 IDS = np.random.default_rng(3).integers(3, 384, LENGTH).tolist()
 _FULL_QWEN = {"use_sliding_window": False, "layer_types": None}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_LITE = {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
 # Family → choices of cases beyond the tiny model's own. "gguf": what GGUF can say of it.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2": {"gguf": _FULL_QWEN, "tied": {"tie_word_embeddings": True}},
@@ -61,6 +63,16 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "mixtral": {"window": {"sliding_window": 8}},
     "qwen2_moe": {"gguf": {"norm_topk_prob": False, "use_sliding_window": False}, "sparse": {"decoder_sparse_step": 2}},
     "qwen3_moe": {"gguf": {"use_sliding_window": False, "mlp_only_layers": []}, "bias": {"attention_bias": True}},
+    "deepseek_v2": {
+        "gguf": {"rope": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
+        "lite": {**_LITE, "first_k_dense_replace": 0},
+        "biases": {"attention_bias": True, "mlp_bias": True},
+    },
+    "deepseek_v3": {
+        "gguf": {"rope": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        "mscale": {"rope": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.0}, "rope_interleave": False},
+        "lite": {"q_lora_rank": None, "attention_bias": True, "norm_topk_prob": False},
+    },
     "exaone4": {"llama3": {"rope": "llama3"}, "all_full": {"sliding_window": None, "layer_types": ["full_attention"] * 4}},
 }
 ALL = [(family, case) for family, cases in CASES.items() for case in ("own", *cases)]
@@ -225,7 +237,8 @@ def without(config: ModelConfig) -> dict[str, ModelConfig]:
     }
     for name, change in changes.items():
         layers = tuple(map(change, config.layers))
-        if layers != config.layers and not (name == "partial_rotary" and ropes[0].kind == "longrope"):
+        share_is_fixed = name == "partial_rotary" and (ropes[0].kind == "longrope" or config.latent is not None)
+        if layers != config.layers and not share_is_fixed:
             found[name] = replace(config, layers=layers)
     return found
 
