@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from llmctl.commands import console
+from llmctl.commands.draft import describe_speculation
 from llmctl.commands.signals import on_interrupt
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ def describe_stats(stats: GenerationStats) -> list[str]:
         prompt + (f", {prefill:.1f} tokens/s" if prefill else ""),
         f"generated: {stats.completion_tokens} tokens" + (f", {decode:.1f} tokens/s" if decode else ""),
         *([f"first token after: {first:.0f} ms"] if first is not None else []),
+        *(describe_speculation(stats.speculation, stats.completion_tokens) if stats.speculation else []),
         *([_describe_constraints(stats)] if stats.constraint_s and stats.completion_tokens else []),
     ]
 

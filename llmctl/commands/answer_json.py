@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from llmctl.commands.answer import Answer, order
+from llmctl.commands.draft import speculation_fields
 
 if TYPE_CHECKING:
     from llmctl.commands.session import Request, Session
@@ -36,6 +37,7 @@ def document(session: Session, model: LoadedModel, answer: Answer, load_s: float
         **answer_fields(model.tokenizer, session.params, answer),
         "usage": usage(answer.stats),
         "timings": timings(answer.stats, load_s),
+        "speculation": answer.stats.speculation and speculation_fields(answer.stats.speculation),
         "peak_memory_bytes": peak_memory(),
         "sampling": sampling_fields(session.params, session.request, answer.seed),
     }

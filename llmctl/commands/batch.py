@@ -139,14 +139,13 @@ def _entry(line: bytes) -> dict[str, Any]:
 
 def _answer(session: Session, tasks: list[Task], answers: Answers, parallel: int) -> bool:
     """Answer what remains; False if Ctrl-C came before the end."""
-    from llmctl.runtime.engine import Engine
     from llmctl.runtime.generation import Batch
 
     model, _ = load_weights(session.opened, session.request.threads)
     for line in [*describe_model(session.request.name, model), *describe_sampling(session.params, session.from_file)]:
         console.detail(line)
     width = min(parallel, len(answers.remaining))
-    engine = Engine(model, max_num_seqs=width)
+    engine = session.engine(model, width)
     places = _places(tasks, answers)
     batch = Batch(engine, model.tokenizer, _requests(answers.remaining), width)
     done = 0

@@ -48,10 +48,8 @@ class Conversation:
     """Messages so far, how the next one is answered, and the engine that does it."""
 
     def __init__(self, session: Session, model: LoadedModel) -> None:
-        from llmctl.runtime.engine import Engine
-
         self.session, self.model, self.params = session, model, session.params
-        self.engine = Engine(model)
+        self.engine = session.engine(model)
         self.system = session.request.system
         self.messages: list[dict[str, str]] = []
         self.last: Answer | None = None

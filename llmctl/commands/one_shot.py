@@ -33,7 +33,6 @@ def answer_once(session: Session, prompt: str) -> None:
 
     Errors: LlmctlError, after the answer, if it was cut before it was what a grammar asks for.
     """
-    from llmctl.runtime.engine import Engine
     from llmctl.runtime.engine.engine import check_prompt
 
     tell_missing_template(session)
@@ -43,7 +42,7 @@ def answer_once(session: Session, prompt: str) -> None:
     model, load_s = load_weights(session.opened, session.request.threads)
     for line in [*describe_model(session.request.name, model), *describe_sampling(session.params, session.from_file)]:
         console.detail(line)
-    answer = _generate(session, Engine(model), token_ids)
+    answer = _generate(session, session.engine(model), token_ids)
     if session.request.json:
         console.print_json(answer_json.document(session, model, answer, load_s))
     if session.request.json_lines:
@@ -114,6 +113,9 @@ def _report(session: Session, model: LoadedModel, answer: Answer, load_s: float)
         console.detail(line)
     peak = peak_memory()
     console.detail(f"loaded in {load_s:.2f} s" + (f", peak memory {console.format_bytes(peak)}" if peak else ""))
+    drafted = answer.stats.speculation
+    if drafted and (drafted.speedup or 1.0) < 0.95:
+        console.info(f"Drafting made this answer slower ({drafted.speedup:.2f} x plain decoding): leave out --draft.")
     if answer.finish_reason != "length":
         return
     limit = describe_limit(answer, session.params, model.context_length)

@@ -8,6 +8,7 @@ from llmctl.commands import console
 from llmctl.commands import run_options as opt
 from llmctl.commands import sampling_options as smp
 from llmctl.commands.conversion import ForceOption
+from llmctl.commands.draft import draft_request
 from llmctl.commands.options import (
     ActivationsOption,
     AsOption,
@@ -65,6 +66,8 @@ def run(
     logit_bias: smp.LogitBiasOption = None,
     ban: smp.BanOption = None,
     seed: SeedOption = None,
+    draft: opt.DraftOption = None,
+    num_draft_tokens: opt.NumDraftTokensOption = None,
     ctx_size: CtxSizeOption = None,
     threads: ThreadsOption = None,
     kv_type: KvTypeOption = None,
@@ -135,6 +138,7 @@ def run(
         structure=structure(json_schema, regex, grammar),
         banned=[text_argument(text, "--ban") for text in ban or []],
         breakers=smp.breakers(dry_sequence_breaker, is_on=bool(dry_multiplier)),
+        draft=draft_request(draft, num_draft_tokens),
     )
     _check(request)
     if logprobs is not None and not (json or json_lines or batch):

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmctl.commands import console
+from llmctl.commands.draft import DraftRequest, OpenedDraft, open_draft
 from llmctl.errors import FormatError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from llmctl.commands.structure import Structure
-    from llmctl.runtime.loading import OpenedModel
+    from llmctl.runtime.engine import Engine
+    from llmctl.runtime.loading import LoadedModel, OpenedModel
     from llmctl.runtime.sampling.params import SamplingParams
 
 
@@ -23,6 +25,7 @@ class Request:
     spec: the model, None for the default one. template: the source of --chat-template. raw: --no-chat. sampling: the values
     given, by the names of SamplingParams. loading: keyword arguments of `open_model`. json_lines: events instead of one document.
     structure: what answers must be. banned: what they must not hold. breakers: texts that end a repetition for DRY.
+    draft: what --draft asks for.
     """
 
     spec: str | None
@@ -38,6 +41,7 @@ class Request:
     structure: Structure | None = None
     banned: list[str] = field(default_factory=list)
     breakers: list[str] = field(default_factory=list)
+    draft: DraftRequest | None = None
 
     @property
     def name(self) -> str:
@@ -49,12 +53,21 @@ class Request:
 
 @dataclass(frozen=True)
 class Session:
-    """A request whose model is open. params: the request's sampling over from_file (what the model's file recommends)."""
+    """A request whose model is open, and its draft where there is one. params: the request's sampling over from_file (what the
+    model's file recommends)."""
 
     request: Request
     opened: OpenedModel
     params: SamplingParams
     from_file: dict[str, Any]
+    draft: OpenedDraft | None = None
+
+    def engine(self, model: LoadedModel, max_num_seqs: int = 1) -> Engine:
+        """The engine that answers, with its draft."""
+        from llmctl.runtime.engine import Engine
+
+        speculation = self.draft.load(model, max_num_seqs=max_num_seqs) if self.draft else None
+        return Engine(model, max_num_seqs=max_num_seqs, speculation=speculation)
 
     @property
     def template(self) -> str | None:
@@ -85,7 +98,8 @@ def open_session(request: Request) -> Session:
         raise UsageError(f"--logit-bias: the model has tokens 0 to {opened.num_tokens - 1}, found {surplus}")
     from_file = {k: v for k, v in sampling_defaults(opened.checkpoint).items() if k not in request.sampling}
     params = replace(_merge(request, from_file, path), **_of_the_vocabulary(request, opened))
-    session = Session(request, opened, params, from_file)
+    draft = open_draft(request.draft, opened, request.loading) if request.draft else None
+    session = Session(request, opened, params, from_file, draft)
     if session.template is None and request.system is not None:
         raise UsageError(
             f"{path}: without a chat template --system has no place: put it into the prompt, or use --chat-template FILE"

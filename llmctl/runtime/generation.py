@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llmctl.runtime.engine import Engine, FinishReason, Sequence, TokenOutput
+from llmctl.runtime.engine.speculation import SpeculationStats
 from llmctl.runtime.sampling.params import SamplingParams
 from llmctl.runtime.sampling.sampler import SampledToken
 from llmctl.runtime.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ class TextEvent:
 @dataclass
 class GenerationStats:
     """Counts and times of one generation. Rates are None where nothing was measured. constraint_s: what of the other two times
-    went to grammars and banned strings."""
+    went to grammars and banned strings. speculation: what drafting did, None without a draft."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -39,6 +40,7 @@ class GenerationStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     constraint_s: float = 0.0
+    speculation: SpeculationStats | None = None
 
     @property
     def ttft_ms(self) -> float | None:
@@ -132,6 +134,7 @@ class TextStream:
     ) -> None:
         self.stats = GenerationStats(prompt_tokens=len(prompt_token_ids))
         self._engine, self._cancelled = engine, False
+        self._drafted_before = None if engine.speculation is None else replace(engine.speculation.stats)
         self.sequence: Sequence = engine.add(prompt_token_ids, params)
         self._events = self._run(TextAssembler(tokenizer, stop))
 
@@ -156,6 +159,8 @@ class TextStream:
                     return
         finally:
             self._engine.abort(self.sequence)
+            if self._drafted_before is not None:
+                self.stats.speculation = self._engine.speculation.stats.since(self._drafted_before)
 
     def _count(self, output: TokenOutput, seconds: float) -> None:
         if output.token is None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmctl.errors import FormatError, LlmctlError, ModelNotFoundError, OutOfMemoryError, UsageError
 from llmctl.kernels.backend import Compute, choose_compute, fit_head_dim, make_ops
+from llmctl.kernels.formats.spec import Format
 from llmctl.kernels.ops import Ops
 from llmctl.runtime.cache.memory import Demand, bytes_per_token, fitting_context, plan_cache
 from llmctl.runtime.checkpoint import open_checkpoint
@@ -22,6 +23,7 @@ from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.decoder import Decoder
 from llmctl.runtime.models.hf_config import token_ids
 from llmctl.runtime.models.registry import chosen_family, family_by_model_type
+from llmctl.runtime.models.requantized import RequantizedWeights
 from llmctl.runtime.models.weights import ModelWeights
 from llmctl.runtime.tokenizer import Tokenizer, load_tokenizer
 
@@ -89,11 +91,18 @@ class OpenedModel:
         """Tokens that end an answer: the union of every source."""
         return _end_tokens(self.weights, self.tokenizer)
 
-    def load(self, *, threads: int | None = None, progress: Callable[[int, int], None] | None = None) -> LoadedModel:
+    def load(
+        self,
+        *,
+        threads: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        formats: Mapping[str, Format] | None = None,
+    ) -> LoadedModel:
         """Prepare the weights for the backend. threads: None for as many as `default_threads` says. progress: called with
-        (done, total) layers."""
+        (done, total) layers. formats: round these matrices, by Hugging Face name, to other formats first."""
         ops = make_ops(self.compute, default_threads() if threads is None else threads)
-        decoder = Decoder(ops, self.weights, progress)
+        weights = self.weights if formats is None else RequantizedWeights(self.weights, formats, ops.threads)
+        decoder = Decoder(ops, weights, progress)
         _name_unneeded(self.weights)
         _name_unpacked(self.weights, self.compute)
         self.checkpoint.release_all()

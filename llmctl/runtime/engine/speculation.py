@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from llmctl.runtime.engine.draft_length import Calibration, Costs, DraftLength, StepTimes
 from llmctl.runtime.engine.drafter import Drafter, Wish
@@ -33,10 +33,23 @@ class SpeculationStats:
     draft_s: float = 0.0
     prefill_s: float = 0.0
 
+    def since(self, before: SpeculationStats) -> SpeculationStats:
+        """What was added to an earlier copy."""
+        names = [each.name for each in fields(self)]
+        return SpeculationStats(**{name: getattr(self, name) - getattr(before, name) for name in names})
+
     @property
     def acceptance_rate(self) -> float | None:
         """Accepted share of the drafted tokens; None where nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def speedup(self) -> float | None:
+        """Tokens a second against plain decoding, by the plain steps measured beside the rounds; None where there were none."""
+        seconds = self.verify_s + self.plain_s + self.draft_s
+        if not self.plain_steps or not self.plain_s or not seconds:
+            return None
+        return (self.round_tokens + self.plain_steps) * (self.plain_s / self.plain_steps) / seconds
 
 
 class Speculation:
@@ -59,6 +72,8 @@ class Speculation:
         wishes = []
         for sequence, room in sequences:
             costs, length = self._costs(sequence, len(sequences)), self._length(sequence)
+            if self._by_clock(sequence) and self._target_times.of(len(sequences)) is None:
+                continue  # the first steps are plain ones: they are what drafting is measured by
             count = length.choose(costs)
             if min(room, count) > 0 and self.drafter.has_confidence and sequence.params.is_greedy:
                 wishes.append(Wish(sequence, min(room, self.longest), length.worth(costs, count)))
@@ -87,12 +102,14 @@ class Speculation:
     def _costs(self, sequence: Sequence, num_sequences: int) -> Costs:
         """Of drafting for a sequence beside so many others."""
         plain, drafted = self._target_times.of(num_sequences), self._draft_seconds.of(num_sequences)
-        by_clock = sequence.params.is_greedy or sequence.params.seed is None
-        if not by_clock or plain is None:
+        if not self._by_clock(sequence) or plain is None:
             return Costs(self.drafter.cost, _PREDICTED_TOKEN)
         wide = self._target_times.of(4 * num_sequences)
         token = max(0.0, (wide - plain) / (3 * plain)) if wide is not None else _PREDICTED_TOKEN
         return Costs(self.drafter.cost if drafted is None else drafted / plain, token)
+
+    def _by_clock(self, sequence: Sequence) -> bool:
+        return not self._fixed and (sequence.params.is_greedy or sequence.params.seed is None)
 
     def record_step(self, num_tokens: int, seconds: float, num_drafted: int) -> None:
         """A step of the target in which no prompt was computed."""
