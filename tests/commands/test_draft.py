@@ -1,0 +1,79 @@
+"""llmctl run --draft: the same answers, statistics that add up, and refusals that say why."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+RAW = ("--no-chat", "-n", "40", "--temp", "0")
+
+
+def answer(call, model: Path, *arguments: object, prompt: str = "RRM") -> dict:
+    done = call("run", model, "-p", prompt, "--json", *RAW, *arguments)
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+@pytest.mark.parametrize("draft", ["ngram", "self:Q8_0", "model"])
+@pytest.mark.parametrize("number", [[], ["--num-draft-tokens", "3"]])
+def test_the_answer_is_that_without_a_draft(call, scripted: Path, draft: str, number: list[str]) -> None:
+    plain = answer(call, scripted)
+    drafted = answer(call, scripted, "--draft", scripted if draft == "model" else draft, *number)
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert plain["speculation"] is None
+    found = drafted["speculation"]
+    # A draft as slow as the model is not worth asking, unless it must be.
+    assert found["accepted"] <= found["drafted"]
+    assert found["accepted"] > 0 or not (number or draft == "ngram")
+    assert found["round_tokens"] + found["plain_steps"] == len(plain["token_ids"]) - 1  # the first comes with the prompt
+
+
+def test_a_batch_with_a_draft_gives_the_same_answers(call, scripted: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("R", "xyM", "A", "RRR", "M")))
+    outputs = []
+    for extra in ([], ["--draft", "ngram"], ["--draft", str(scripted), "--num-draft-tokens", "2"]):
+        done = call("run", scripted, "--batch", prompts, "--parallel", "3", *RAW, *extra)
+        assert done.code == 0, done.err
+        outputs.append([json.loads(line)["text"] for line in done.out.splitlines()])
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_statistics_are_shown_for_people(call, scripted: Path) -> None:
+    done = call("run", scripted, "-p", "M", *RAW, "--draft", "ngram", "--num-draft-tokens", "4", "--verbose")
+    assert "drafted tokens accepted" in done.err
+    assert "passes of the model for 40 tokens" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--draft", "3"], "--num-draft-tokens 3"),
+        (["--draft", "self:F16"], "fewer bits than the model"),
+        (["--draft", "self:Q9"], "there is no type"),
+        (["--num-draft-tokens", "3"], "--num-draft-tokens is for --draft"),
+        (["--draft", "no-such-model"], "no-such-model"),
+    ],
+)
+def test_what_cannot_draft_is_refused(call, scripted: Path, arguments: list[str], says: str) -> None:
+    done = call("run", scripted, "-p", "M", *RAW, *arguments)
+    assert done.code != 0
+    assert says in done.err
+    assert not done.out
+
+
+def test_a_draft_of_another_vocabulary_is_refused_by_the_token(call, scripted: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(scripted, other)
+    file = other / "tokenizer.json"
+    content, others = json.loads(file.read_text(encoding="utf-8")), {" seven": " eight", " eight": " seven"}
+    seven = next(token["id"] for token in content["added_tokens"] if token["content"] == " seven")
+    for token in content["added_tokens"]:
+        token["content"] = others.get(token["content"], token["content"])
+    file.write_text(json.dumps(content), encoding="utf-8")
+    done = call("run", scripted, "-p", "M", *RAW, "--draft", other)
+    assert done.code == 1
+    assert f"token {seven} is ' seven' in the one and ' eight' in the other" in done.err
