@@ -253,7 +253,7 @@ def randomize(model, seed: int) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
-            if name.endswith("norm.weight") or (".ln_" in name and name.endswith("weight")):
+            if name.endswith("norm.weight") or (name.endswith("weight") and (".ln_" in name or "norm.norms." in name)):
                 # Gemma's norms multiply by one plus the stored weight and start at zero; the others start at one.
                 parameter.copy_(parameter.mean().round() + 0.2 * noise)
             elif parameter.ndim == 2 and "embed_tokens" not in name and not name.endswith("_bias"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ Files = tuple[dict[str, bytes], list[str]]  # name → content, and warnings
 class FolderTensor:
     """One tensor to be written. name: ours. parts: our names of what it is read as. source: how it is stored where it is read.
     written: the name in the folder. shape: torch order, as written. transposed: with its axes swapped. joined: of all experts of
-    a layer."""
+    a layer. row: of the one that is read, None for all."""
 
     name: str
     parts: tuple[str, ...]
@@ -80,6 +80,7 @@ class FolderTensor:
     shape: tuple[int, ...]
     transposed: bool
     joined: bool = False
+    row: int | None = None
 
     @property
     def num_elements(self) -> int:
@@ -162,7 +163,14 @@ def _tensors(weights: ModelWeights, needed: Sequence[str]) -> list[FolderTensor]
     whole = joined_name if weights.family.hf_names.joined_experts else whole_name
     for name in needed:
         parts.setdefault(whole(name), []).append(name)
-    return [_tensor(weights, name, tuple(names)) for name, names in parts.items()]
+    found = [_tensor(weights, name, tuple(names)) for name, names in parts.items()]
+    return [one for tensor in found for one in _rows_of(weights, tensor) or [tensor]]
+
+
+def _rows_of(weights: ModelWeights, tensor: FolderTensor) -> list[FolderTensor]:
+    """The rows of one whose folders have a tensor for each; none of any other."""
+    names = weights.family.hf_names.row_names(tensor.name, tensor.shape[0])
+    return [replace(tensor, written=name, shape=tensor.shape[1:], row=row) for row, name in enumerate(names)]
 
 
 def _tensor(weights: ModelWeights, name: str, parts: tuple[str, ...]) -> FolderTensor:
@@ -303,6 +311,8 @@ def _whole(plan: FolderPlan, tensor: FolderTensor) -> tuple[Tensor, bool]:
         stored = join_parts(dequantize(stored), dequantize(plan.weights.read(tensor.parts[1])))
     if tensor.transposed:  # only whole rows of the one are columns of the other
         stored = np.ascontiguousarray((stored if was_plain else dequantize(stored)).T)
+    if tensor.row is not None:
+        stored = dequantize(stored)[tensor.row]
     return stored, was_plain
 
 

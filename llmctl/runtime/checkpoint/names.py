@@ -76,7 +76,8 @@ class HfNames:
     top / layer: canonical module → module in the folder, as in `GgufNames`; empty where nothing is renamed. layers: what stands
     before a layer's number. bare: what older folders leave out before every name. transposed: canonical layer modules whose
     weight is stored as (in_features, out_features). joined_experts: all experts of a layer are stored as one tensor, and are so
-    written: (experts, in_features, out_features), gate and up column by column in turn.
+    written: (experts, in_features, out_features), gate and up column by column in turn. rows: canonical layer tensor → what every
+    row of it is called that is stored as a tensor of its own, its number left open.
     """
 
     top: dict[str, str] = field(default_factory=dict)
@@ -85,6 +86,7 @@ class HfNames:
     bare: str = ""
     transposed: frozenset[str] = frozenset()
     joined_experts: bool = False
+    rows: dict[str, str] = field(default_factory=dict)
 
     def to_canonical(self, name: str) -> str:
         """Our name of a tensor in a folder; one that is not in the table stays what it is."""
@@ -96,6 +98,22 @@ class HfNames:
     def to_folder(self, name: str) -> str:
         """The reverse."""
         return _translate(name, self.top, self.layer, self.layers) or name
+
+    def row_names(self, name: str, count: int) -> list[str]:
+        """What a folder calls the `count` rows of the tensor of this canonical name; empty where it is stored as one."""
+        found = _LAYER.match(name)
+        pattern = self.rows.get(found[3]) if found else None
+        return [f"{self.layers}.{found[2]}.{pattern.format(row)}" for row in range(count)] if found and pattern else []
+
+    def row_of(self, name: str) -> tuple[str, int] | None:
+        """Of a folder's tensor that is a row of another, the other's canonical name and the row's number."""
+        found = _LAYER.match(name)
+        for whole, pattern in self.rows.items() if found else ():
+            before, after = pattern.split("{}")
+            number = found[3].removeprefix(before).removesuffix(after)
+            if found[3] == f"{before}{number}{after}" and number.isascii() and number.isdigit():
+                return f"model.layers.{found[2]}.{whole}", int(number)
+        return None
 
     def is_transposed(self, name: str) -> bool:
         """Whether folders store the tensor of this canonical name with its axes swapped."""

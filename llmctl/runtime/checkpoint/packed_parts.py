@@ -39,6 +39,31 @@ class PackedModule:
     matrix: Callable[[int, slice], PackedModule] | None = None
 
 
+def rows_module(checkpoint: Checkpoint, name: str, rows: dict[int, str]) -> PackedModule:
+    """A matrix whose rows are tensors of their own. rows: number → stored name. FormatError where one is missing or of another
+    shape or type than the first."""
+    entries = [checkpoint.entry(rows[number]) for number in sorted(rows)]
+    first = entries[0]
+    if sorted(rows) != list(range(len(rows))):
+        missing = next(number for number in range(len(rows)) if number not in rows)
+        raise FormatError(f"{checkpoint.path}: beside tensor {quoted(first.name)} there is none with the number {missing}")
+    for entry in entries:
+        if (entry.shape, entry.format) != (first.shape, first.format) or len(entry.shape) != 1 or entry.format.name not in FLOATS:
+            raise FormatError(
+                f"{checkpoint.path}: tensor {quoted(entry.name)} is {entry.format.name} of shape {entry.shape}, expected one of "
+                f"{', '.join(FLOATS)}, and the same as {quoted(first.name)}"
+            )
+    names = tuple(entry.name for entry in entries)
+    return PackedModule(
+        name=name,
+        parts=names,
+        shape=(len(rows), *first.shape),
+        form=first.format.name,
+        native_bytes=4 * len(rows) * first.num_elements,
+        read=lambda: np.stack([checkpoint.read(part) for part in names]),
+    )
+
+
 def integer_bytes(shape: tuple[int, int], bits: int, group_size: int) -> int:
     """Bytes of a matrix of codes as the kernels read it: 4 or 8 bits, a scale and a zero point a group; float32 where groups
     do not fit them."""

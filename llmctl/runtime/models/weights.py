@@ -24,7 +24,7 @@ from llmctl.runtime.checkpoint.checkpoint import TensorEntry
 from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
 from llmctl.runtime.checkpoint.names import EXPERT, deinterleave_rows
 from llmctl.runtime.checkpoint.packed import find_packed, read_module
-from llmctl.runtime.checkpoint.packed_parts import PackedModule
+from llmctl.runtime.checkpoint.packed_parts import PackedModule, rows_module
 from llmctl.runtime.checkpoint.safetensors import SafetensorsCheckpoint
 from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models.config import ModelConfig
@@ -104,8 +104,9 @@ class ModelWeights:
             yield from parts_of(name, self.config) or (name,)
 
     def is_mapped(self, name: str) -> bool:
-        """Whether `read` gives what stands in the file, and costs nothing."""
-        return self.packed(name) is None and name not in self._parts
+        """Whether `read` gives what stands in the file, and costs nothing, or as little as a few rows of plain numbers."""
+        module = self.packed(name)
+        return (module is None or module.form in _WEIGHT_FORMATS) and name not in self._parts
 
     def packed(self, name: str) -> PackedModule | None:
         """The tensors that the weight is made of, where it is stored as several."""
@@ -179,7 +180,7 @@ class ModelWeights:
 
     def _read_packed(self, module: PackedModule) -> Weight:
         weight = read_module(module)
-        if isinstance(weight, np.ndarray):
+        if isinstance(weight, np.ndarray) and module.form not in _WEIGHT_FORMATS:
             self.unpacked[module.form, weight.dtype.name] += weight.nbytes
         return weight
 
@@ -289,18 +290,32 @@ class _HfSource:
         self.left_out = [*(name for name in names if _NOT_TEXT.search(name)), *found.of_activations]
         text = [name for name in names if not _NOT_TEXT.search(name)]
         spelling = self.family.hf_names
+        whole, text = self._split_rows(text)
         canonical = {name: spelling.to_canonical(canonical_name(name)) for name in text}
         self.stored = {ours: name for name, ours in canonical.items()}
         self.packed = {canonical[name]: module for name, module in found.modules.items() if name in canonical}
+        self.stored |= {name: module.parts[0] for name, module in whole.items()}
+        self.packed |= whole
         self.parts: dict[str, ExpertPart] = {}
         self.flat: set[str] = set()
         # What was packed is packed as (out_features, in_features), however its family stores plain weights.
         self.transposed = {name for name in self.stored if spelling.is_transposed(name)} - set(self.packed)
-        if len(self.stored) != len(text):
+        if len(self.stored) != len(text) + len(whole):
             twice = next(name for name in text if self.stored[canonical[name]] != name)
             raise FormatError(f"{checkpoint.path}: tensor {quoted(twice)} is there twice, under two names of the same module")
         if self.config.experts is not None:
             self._split_experts(self.config.experts.num_experts)
+
+    def _split_rows(self, names: list[str]) -> tuple[dict[str, PackedModule], list[str]]:
+        """Matrices whose rows are tensors of their own, by canonical name, and the names of all other tensors."""
+        rows: dict[str, dict[int, str]] = {}
+        others = []
+        for name in names:
+            if place := self.family.hf_names.row_of(canonical_name(name)):
+                rows.setdefault(place[0], {})[place[1]] = name
+            else:
+                others.append(name)
+        return {name: rows_module(self.checkpoint, name, found) for name, found in rows.items()}, others
 
     def _split_experts(self, count: int) -> None:
         """Tensors that hold all experts of a layer give way to the experts' names."""

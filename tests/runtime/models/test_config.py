@@ -147,7 +147,6 @@ def test_the_text_of_a_mistral3_is_a_mistral_or_a_ministral3(growth: float | Non
 
 
 REFUSED = {
-    "stablelm": {"qk_layernorm": True, "layer_norm_eps": 1e-5},
     "starcoder2": {"norm_type": "rms_norm"},
     "gemma": {"use_bidirectional_attention": True},
     "gemma2": {"use_bidirectional_attention": True, "sliding_window": 8},

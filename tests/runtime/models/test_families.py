@@ -55,7 +55,11 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "granite": {"biases": {"attention_bias": True, "mlp_bias": True}},
     "glm4": {},
     "starcoder2": {"plain": {"use_bias": False, "sliding_window": None}},
-    "stablelm": {"parallel": {"use_parallel_residual": True}, "plain": {"use_qkv_bias": False}},
+    "stablelm": {
+        "parallel": {"use_parallel_residual": True},
+        "plain": {"use_qkv_bias": False},
+        "gguf": {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": False},
+    },
     "cohere": {"bias": {"attention_bias": True}, "qk_norm": {"use_qk_norm": True}, "gguf": {"use_qk_norm": True}},
     "cohere2": {},
     "gpt2": {"gelu": {"activation_function": "gelu"}, "unscaled": {"scale_attn_weights": False}},
