@@ -20,7 +20,7 @@ from llmctl.runtime.checkpoint.gguf_writer import Typed, ValueType
 from llmctl.runtime.checkpoint.string_array import StringArray
 from llmctl.runtime.checkpoint.text import quoted
 
-_SUMS, _COUNTS = ".in_sum2", ".counts"
+SUMS, COUNTS = ".in_sum2", ".counts"
 _MAGIC = b"GGUF"
 _MAX_TEXT_BYTES = 127  # llama.cpp's limit for the values of metadata that it adds
 _INT = struct.Struct("<i")
@@ -96,12 +96,12 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
 def _read_gguf(path: Path) -> ImportanceMatrix:
     checkpoint = GgufCheckpoint(path)
     stored = {entry.name: entry for entry in checkpoint.entries()}
-    names = [name.removesuffix(_SUMS) for name in stored if name.endswith(_SUMS)]
+    names = [name.removesuffix(SUMS) for name in stored if name.endswith(SUMS)]
     if not names:
-        raise FormatError(f"{path}: is no importance matrix: no tensor is called NAME{_SUMS}")
+        raise FormatError(f"{path}: is no importance matrix: no tensor is called NAME{SUMS}")
     weights = {}
     for name in names:
-        parts = [name + _SUMS, name + _COUNTS]
+        parts = [name + SUMS, name + COUNTS]
         if any(part not in stored or stored[part].format.name != "F32" for part in parts):
             raise FormatError(f"{path}: needs {parts[0]} and {parts[1]} in F32")
         sums, counts = (np.array(checkpoint.read(part), np.float32) for part in parts)
@@ -112,7 +112,7 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
 def _means(path: Path, name: str, sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """(matrices, K); 1 for a matrix that nothing was multiplied by, as an expert that was never chosen."""
     if not np.isfinite(counts).all() or sums.size % max(1, counts.size):
-        raise FormatError(f"{path}: {name}{_SUMS} has {sums.size} values for {counts.size} counts")
+        raise FormatError(f"{path}: {name}{SUMS} has {sums.size} values for {counts.size} counts")
     counts = np.floor(counts + np.float32(0.5))[:, None]
     stack = sums.reshape(len(counts), -1)
     return np.where(counts > 0, stack / np.where(counts > 0, counts, np.float32(1)), np.float32(1))

@@ -7,9 +7,9 @@ module at a time. Everything that is not quantized is copied as it is, so the ar
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +33,32 @@ from llmctl.runtime.checkpoint.text import quoted
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 
 
+@dataclass(frozen=True)
+class PlainTensor:
+    """One that is not quantized. format, shape: as it will be written. read: it, in that type."""
+
+    name: str
+    format: Format
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
 @dataclass
 class PackedPlan:
     """Everything that will be written.
 
-    source: how the modules are stored now. sources, modules: the quantized ones by name, how they are read and what they are.
-    plain: names of the tensors copied as they are. files: name → content of the small files. name: of the folder, if none is
-    asked for.
+    inputs: files and folders that must not be written over. source: how the modules are stored now. readers, modules: the
+    quantized ones by name, how they are read and what they are. plain: the others. release: called when something was written,
+    to let go of its memory. files: name → content of the small files. name: of the folder, if none is asked for.
     """
 
-    checkpoint: SafetensorsCheckpoint
+    inputs: list[Path]
     layout: Layout
     source: str
-    sources: dict[str, PackedModule]
+    readers: Mapping[str, Callable[[], StoredIntegers]]
     modules: dict[str, Scheme]
-    plain: list[str]
+    plain: list[PlainTensor]
+    release: Callable[[], None]
     files: dict[str, bytes]
     name: str
     warnings: list[str] = field(default_factory=list)
@@ -55,8 +66,7 @@ class PackedPlan:
     @cached_property
     def declared(self) -> list[tuple[str, Format, tuple[int, ...]]]:
         """Name, type and shape of every tensor, in the order of the file."""
-        entries = [self.checkpoint.entry(name) for name in self.plain]
-        found = [(entry.name, entry.format, entry.shape) for entry in entries]
+        found = [(tensor.name, tensor.format, tensor.shape) for tensor in self.plain]
         for module, scheme in self.modules.items():
             for suffix, tensor in self.layout.tensors(scheme.blank(), self.all_symmetric).items():
                 found.append((f"{module}.{suffix}", format_of(tensor), tensor.shape))
@@ -89,12 +99,27 @@ def plan_packed(path: Path, target: str) -> PackedPlan:
     modules = {name: _scheme(path, layout, name, module) for name, module in sources.items()}
     if reason := why_not_together(layout, modules):
         raise UnsupportedError(f"{path}: cannot be stored as {layout.name}: {reason}")
-    plain = [name for name in checkpoint.names() if name not in found.parts]
-    config = layout.config(modules, _unquantized(checkpoint, plain))
-    source = found.settings.method if found.settings else "unknown"
-    name = file_name({}, path, layout.label, suffix="")
-    warnings = _warnings(layout, modules)
-    return PackedPlan(checkpoint, layout, source, sources, modules, plain, _files(checkpoint, layout, config), name, warnings)
+    entries = [checkpoint.entry(name) for name in checkpoint.names() if name not in found.parts]
+    plain = [PlainTensor(e.name, e.format, e.shape, partial(checkpoint.read, e.name)) for e in entries]
+    config = layout.config(modules, unquantized(plain))
+    return PackedPlan(
+        inputs=[*checkpoint.files, checkpoint.folder],
+        layout=layout,
+        source=found.settings.method if found.settings else "unknown",
+        readers={name: partial(_read, name, module) for name, module in sources.items()},
+        modules=modules,
+        plain=plain,
+        release=checkpoint.release_all,
+        files=config_files(_taken_over(checkpoint), checkpoint.config, layout, config),
+        name=file_name({}, path, layout.label, suffix=""),
+        warnings=_warnings(layout, modules),
+    )
+
+
+def _read(name: str, module: PackedModule) -> StoredIntegers:
+    stored = module.read()
+    assert isinstance(stored, StoredIntegers), name
+    return stored
 
 
 def _scheme(path: Path, layout: Layout, name: str, module: PackedModule) -> Scheme:
@@ -107,9 +132,9 @@ def _scheme(path: Path, layout: Layout, name: str, module: PackedModule) -> Sche
     return Scheme.of(stored)
 
 
-def _unquantized(checkpoint: SafetensorsCheckpoint, plain: list[str]) -> list[str]:
+def unquantized(plain: Iterable[PlainTensor]) -> list[str]:
     """Modules with a matrix that is not quantized, the embedding apart, which no tool expects to be."""
-    matrices = [name for name in plain if name.endswith(".weight") and len(checkpoint.entry(name).shape) == 2]
+    matrices = [tensor.name for tensor in plain if tensor.name.endswith(".weight") and len(tensor.shape) == 2]
     return [name.removesuffix(".weight") for name in matrices if "embed" not in name.rpartition(".")[0].rpartition(".")[2]]
 
 
@@ -119,14 +144,18 @@ def _warnings(layout: Layout, modules: dict[str, Scheme]) -> list[str]:
     return []
 
 
-def _files(checkpoint: SafetensorsCheckpoint, layout: Layout, config: dict[str, Any]) -> dict[str, bytes]:
+def _taken_over(checkpoint: SafetensorsCheckpoint) -> dict[str, bytes]:
     taken = {path for pattern in TAKEN_OVER for path in checkpoint.folder.glob(pattern) if path.is_file()}
-    files = {str(path.relative_to(checkpoint.folder)): path.read_bytes() for path in sorted(taken)}
-    stated = {key: value for key, value in checkpoint.config.items() if key not in _CONFIG_KEYS}
-    files["config.json"] = _json({**stated, "quantization_config": config})
-    if layout.name == "gptq":
-        files["quantize_config.json"] = _json(config)
-    return files
+    return {str(path.relative_to(checkpoint.folder)): path.read_bytes() for path in sorted(taken)}
+
+
+def config_files(
+    files: dict[str, bytes], stated: Mapping[str, Any], layout: Layout, config: dict[str, Any]
+) -> dict[str, bytes]:
+    """The small files of a packed folder. stated: its config.json so far. config: how the weights are quantized."""
+    kept = {key: value for key, value in stated.items() if key not in _CONFIG_KEYS}
+    files = {**files, "config.json": _json({**kept, "quantization_config": config})}
+    return {**files, "quantize_config.json": _json(config)} if layout.name == "gptq" else files
 
 
 def _json(value: dict[str, Any]) -> bytes:
@@ -136,7 +165,7 @@ def _json(value: dict[str, Any]) -> bytes:
 def packed_path(plan: PackedPlan, asked: Path | None, *, force: bool) -> Path:
     """Where the folder goes: as asked, or its conventional name in the current folder. OutputError if it cannot."""
     output = asked if asked is not None else Path(plan.name)
-    refuse_inside([*plan.checkpoint.files, plan.checkpoint.folder], output)
+    refuse_inside(plan.inputs, output)
     check_folder(output, replace=force)
     return output
 
@@ -171,12 +200,10 @@ def write_packed(
 
 def _tensors(plan: PackedPlan) -> Iterator[tuple[str, np.ndarray]]:
     """(name, tensor) in the order of `declared`; what was written leaves memory."""
-    for name in plan.plain:
-        yield name, plan.checkpoint.read(name)
-        plan.checkpoint.release(name)
-    for name, module in plan.sources.items():
-        stored = module.read()
-        assert isinstance(stored, StoredIntegers), name
-        for suffix, tensor in plan.layout.tensors(stored, plan.all_symmetric).items():
+    for tensor in plan.plain:
+        yield tensor.name, tensor.read()
+        plan.release()
+    for name, read in plan.readers.items():
+        for suffix, tensor in plan.layout.tensors(read(), plan.all_symmetric).items():
             yield f"{name}.{suffix}", tensor
-        plan.checkpoint.release_all()
+        plan.release()

@@ -25,9 +25,23 @@ def attention(
         slots = _slots(batch.block_tables[s], first_key, context_len, batch.block_size)
         keys = key_pages.view(-1, *key_pages.shape[2:])[slots].float()
         values = value_pages.view(-1, *value_pages.shape[2:])[slots].float()
-        mask = _mask(end - begin, first_key, context_len, sliding_window, queries.device)
-        out[begin:end] = _attend(queries[begin:end].float(), keys, values, mask, scale, softcap, sinks).to(queries.dtype)
+        attended = attention_of_sequence(queries[begin:end].float(), keys, values, scale, sliding_window, softcap, sinks)
+        out[begin:end] = attended.to(queries.dtype)
     return out
+
+
+def attention_of_sequence(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The last Tq tokens of one sequence over the keys and values of its last Tk: float32 [Tq, num_heads, head_dim]."""
+    mask = _mask(len(queries), 0, len(keys), sliding_window, queries.device)
+    return _attend(queries, keys, values, mask, scale, softcap, sinks)
 
 
 def _slots(block_table: torch.Tensor, first: int, last: int, block_size: int) -> torch.Tensor:

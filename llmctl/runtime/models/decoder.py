@@ -66,6 +66,15 @@ def _normed(norm: Norm | None, x: Array) -> Array:
     return x if norm is None else norm.forward(x)
 
 
+def embedded(
+    ops: Ops, config: ModelConfig, token_ids: Array, table: Array, positions: Array, position_table: Array | None
+) -> Array:
+    """The residual stream before the first layer [T, hidden_size]. table, position_table: prepared matrices whose rows
+    token_ids [T] and positions [T] name."""
+    x = ops.embedding(token_ids, table, config.embedding_scale)
+    return x if position_table is None else ops.add(x, ops.embedding(positions, position_table))
+
+
 class Decoder:
     """A model ready to run: weights prepared for one backend."""
 
@@ -93,9 +102,8 @@ class Decoder:
         """Logits [len(rows), vocab_size] of the batch's tokens numbered `rows`; keys and values go to the cache's pages."""
         ops, config = self.ops, self.config
         self.tables.prepare(batch)
-        x = ops.embedding(batch.token_ids, self.embed_tokens.weight, config.embedding_scale)
-        if self.embed_positions is not None:
-            x = ops.add(x, ops.embedding(batch.positions, self.embed_positions.weight))
+        positions = self.embed_positions and self.embed_positions.weight
+        x = embedded(ops, config, batch.token_ids, self.embed_tokens.weight, batch.positions, positions)
         for layer in self.layers[:-1]:
             x = layer.forward(x, batch, cache, self.tables)
         # What follows the last attention is computed for the tokens whose logits are wanted.

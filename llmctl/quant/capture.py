@@ -1,0 +1,140 @@
+"""The forward pass over calibration text, watched: the decoder's own layers over ops that note what their projections read.
+
+Sequences are whole and independent, so a layer needs no cache: attention reads the keys and values that the batch itself makes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from llmctl.kernels._reference import ReferenceOps
+from llmctl.kernels.attention import BatchDescription
+from llmctl.kernels.attention._reference import attention_of_sequence
+from llmctl.runtime.engine.model_runner import describe
+from llmctl.runtime.engine.scheduler import ScheduledChunk
+from llmctl.runtime.engine.sequence import Sequence
+from llmctl.runtime.models.config import ModelConfig
+from llmctl.runtime.models.rotary_tables import RotaryTables
+from llmctl.runtime.sampling.params import SamplingParams
+from llmctl.runtime.sampling.sampler import Sampler
+
+See = Callable[[str, torch.Tensor], None]
+"""Called with the name of a projection's weight and its input, float32 [T, K]."""
+
+
+class SeenEnough(Exception):
+    """Raised by a `See` to end a forward pass whose rest nobody needs."""
+
+
+class CaptureOps(ReferenceOps):
+    """The reference ops in float32 on the CPU, one thread, where every prepared matrix knows the name it was read by.
+
+    reading: name of the tensor that the next prepared matrix comes from; set by whoever reads it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("cpu", "float32", 1)
+        self.reading = ""
+        self._names: dict[int, tuple[str, torch.Tensor]] = {}
+        self._local = threading.local()
+
+    def prepare_weight(self, weight: Any) -> torch.Tensor:
+        prepared = super().prepare_weight(weight)
+        self._names[id(prepared)] = (self.reading, prepared)  # which is kept, so that its id stays its own
+        return prepared
+
+    def forget(self) -> None:
+        """Let go of the matrices prepared so far."""
+        self._names.clear()
+
+    @contextmanager
+    def watched(self, see: See) -> Iterator[None]:
+        """In this thread, within: the inputs of named projections go to `see`."""
+        self._local.see = see
+        try:
+            yield
+        finally:
+            self._local.see = None
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
+        see = getattr(self._local, "see", None)
+        if see is not None and id(weight) in self._names:
+            see(self._names[id(weight)][0], x)
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def store_kv(keys: torch.Tensor, values: torch.Tensor, pages: list[torch.Tensor], slots: torch.Tensor) -> None:  # type: ignore[override]
+        pages[:] = [keys, values]
+
+    @staticmethod
+    def attention(  # type: ignore[override]
+        queries: torch.Tensor,
+        pages: list[torch.Tensor],
+        batch: BatchDescription,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        keys, values = pages
+        out = torch.empty(*queries.shape[:2], values.shape[-1])
+        for begin, end in zip(batch.cu_seqlens_q, batch.cu_seqlens_q[1:], strict=False):
+            own = slice(begin, end)
+            parts, unseen = (queries[own], keys[own], values[own]), sliding_window is not None and sliding_window < end - begin
+            if softcap is None and sinks is None and not unseen:
+                out[own] = _causal(*parts, scale)
+            else:
+                out[own] = attention_of_sequence(*parts, scale, sliding_window, softcap, sinks)
+        return out
+
+
+def _causal(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """[t, heads, head_dim] each → [t, num_heads, head_dim]."""
+    heads = (part.transpose(0, 1)[None] for part in (queries, keys, values))
+    grouped = queries.shape[1] != keys.shape[1]
+    return functional.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=grouped)[0].transpose(0, 1)
+
+
+class OwnKeys:
+    """What stands for a KV cache: a place for the keys and values of the layer under way."""
+
+    def __init__(self) -> None:
+        self._pages: list[torch.Tensor] = []
+
+    def layer(self, index: int) -> list[torch.Tensor]:
+        """As `KvCache.layer`."""
+        return self._pages
+
+
+class Batch:
+    """Some whole sequences, laid end to end, with their positions and angles."""
+
+    def __init__(self, ops: CaptureOps, config: ModelConfig, rows: list[list[int]]) -> None:
+        self.tables = RotaryTables(ops, config)
+        params = SamplingParams(temperature=0)
+        chunks = []
+        for ids in rows:
+            sequence = Sequence(ids, params, Sampler(params))
+            sequence.block_table.extend([0])  # one page for all: no key is ever looked up
+            chunks.append(ScheduledChunk(sequence, len(ids)))
+        longest = max(map(len, rows))
+        self.description = describe(chunks, longest, self.tables).convert(torch.from_numpy)
+        self.tables.prepare(self.description)
+        self.token_ids = np.concatenate([np.array(ids, np.int64) for ids in rows])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return len(self.token_ids)
+
+    def forward(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size] through one `DecoderLayer`."""
+        return layer.forward(x, self.description, OwnKeys(), self.tables)
+

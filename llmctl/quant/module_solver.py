@@ -1,0 +1,189 @@
+"""From weights that read one input to what a file stores of them: by rounding or GPTQ, into integer grids or GGUF's formats.
+
+Whatever the method, the result is never worse on the calibration text than rounding with searched scales: where it would be, that
+is what is kept, and the report says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import log10, sqrt
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmctl.errors import FormatError
+from llmctl.kernels.encode import Encoder
+from llmctl.kernels.formats.codecs import dequantize
+from llmctl.kernels.formats.quant_tensor import QuantTensor
+from llmctl.kernels.formats.spec import Format
+from llmctl.quant import gptq
+from llmctl.quant.integer_grid import GridValues, IntegerGrid, Search, round_to_grid, round_whole_tensor
+from llmctl.quant.statistics import Statistics
+
+Target = IntegerGrid | Format
+Stored = GridValues | QuantTensor
+
+
+@dataclass(frozen=True)
+class Method:
+    """name: rtn, ptq, gptq or awq. search: of scales. damping, activation_order: of GPTQ. per_tensor: one scale a matrix."""
+
+    name: str
+    search: Search = "error"
+    damping: float = gptq.DAMPING
+    activation_order: bool = True
+    per_tensor: bool = False
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether it has to see activations."""
+        return self.name != "rtn"
+
+    @property
+    def needs_products(self) -> bool:
+        """Whether it needs Σ x xᵀ, not only its diagonal."""
+        return self.name in ("gptq", "awq")
+
+
+@dataclass
+class Solved:
+    """One matrix. values: float32 [N, K], exactly what `stored` decodes to. facts: for the report."""
+
+    values: torch.Tensor
+    stored: Stored
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def target_name(target: Target) -> str:
+    """For people."""
+    if isinstance(target, Format):
+        return target.name
+    size = "row" if target.group_size == -1 else target.group_size
+    return f"INT{target.bits} {'symmetric' if target.symmetric else 'asymmetric'}, {size}"
+
+
+def target_bits(target: Target, columns: int) -> float:
+    """Stored bits a weight, scales and zeros included."""
+    if isinstance(target, Format):
+        return target.bits_per_weight
+    return target.bits + (16 + (0 if target.symmetric else target.bits)) / target.columns_per_group(columns)
+
+
+def round_module(
+    weight: torch.Tensor, target: Target, importance: torch.Tensor | None, method: Method, threads: int
+) -> Solved:
+    """weight: float32 [N, K]. importance: float32 [K] or None."""
+    if isinstance(target, Format):
+        columns = None if importance is None else importance.numpy()
+        blocks = Encoder(threads).encode(weight.numpy(), target, columns)
+        assert isinstance(blocks, QuantTensor)
+        return Solved(torch.from_numpy(dequantize(blocks)), blocks)
+    if method.per_tensor:
+        found = round_whole_tensor(weight, target, importance, method.search)
+    else:
+        found = round_to_grid(weight, target, importance, method.search, threads=threads)
+    return Solved(found.values, found)
+
+
+def solve_group(
+    weights: dict[str, torch.Tensor],
+    targets: dict[str, Target],
+    statistics: Statistics | None,
+    method: Method,
+    threads: int,
+) -> dict[str, Solved]:
+    """weights: float32 [N, K] by name, all multiplied with the same input. statistics: of that input, None if unknown."""
+    importance = None if statistics is None else statistics.mean_squares
+    hessian = statistics.take_hessian() if statistics is not None and statistics.products is not None else None
+    solved = {name: round_module(weight, targets[name], importance, method, threads) for name, weight in weights.items()}
+    for one in solved.values():
+        one.facts["method"] = "rtn" if method.name == "gptq" else method.name
+    if method.name == "gptq":
+        _improve(solved, weights, targets, statistics, hessian, method, threads)
+    for name, one in solved.items():
+        _describe(one, weights[name], targets[name], statistics, hessian)
+    return solved
+
+
+def _improve(
+    solved: dict[str, Solved], weights: dict[str, torch.Tensor], targets: dict[str, Target], statistics: Statistics | None,
+    hessian: torch.Tensor | None, method: Method, threads: int,
+) -> None:  # fmt: skip
+    """Replace what GPTQ finds better values for."""
+    seen = statistics is not None and hessian is not None and statistics.count > 0
+    factor = None
+    if seen:
+        factor = gptq.factorize(hessian, damping=method.damping, activation_order=method.activation_order)
+    if factor is None:
+        for one in solved.values():
+            one.facts["fallback"] = "the Hessian has no factor" if seen else "no token was seen"
+        return
+    for name, values in _compensated(weights, targets, statistics, hessian, factor, method, threads).items():
+        nearest, weight = solved[name], weights[name]
+        before, after = (float(gptq.loss(weight, one.values, hessian).sum()) for one in (nearest, values))
+        if after <= before:
+            solved[name] = values
+            values.facts |= {"method": "gptq", "damping": factor.damping, "loss_rtn": before}
+            if factor.note:
+                values.facts["fallback"] = factor.note
+        else:
+            nearest.facts["fallback"] = f"the loss of GPTQ, {after:.4g}, is above that of rounding, {before:.4g}"
+
+
+def _compensated(
+    weights: dict[str, torch.Tensor], targets: dict[str, Target], statistics: Statistics, hessian: torch.Tensor,
+    factor: gptq.Factor, method: Method, threads: int,
+) -> dict[str, Solved]:  # fmt: skip
+    """GPTQ's values. Matrices of one grid are solved as one."""
+    importance, found = statistics.mean_squares, {}
+    for target in dict.fromkeys(targets[name] for name in weights):
+        names = [name for name in weights if targets[name] == target]
+        if isinstance(target, Format):
+            found |= {name: _compensated_blocks(weights[name], target, hessian, importance, method) for name in names}
+            continue
+        together = gptq.solve(torch.cat([weights[name] for name in names]), target, factor, importance, threads=threads)
+        first = 0
+        for name in names:
+            part = together.rows(first, first + len(weights[name]))
+            found[name] = Solved(part.values, part)
+            first += len(weights[name])
+    return found
+
+
+def _compensated_blocks(
+    weight: torch.Tensor, target: Format, hessian: torch.Tensor, importance: torch.Tensor, method: Method
+) -> Solved:
+    from llmctl.quant import grid_gptq
+
+    blocks = grid_gptq.solve(weight.numpy(), hessian.numpy(), target, importance.numpy(), damping=method.damping)
+    return Solved(torch.from_numpy(dequantize(blocks)), blocks)
+
+
+def _describe(
+    one: Solved, weight: torch.Tensor, target: Target, statistics: Statistics | None, hessian: torch.Tensor | None
+) -> None:
+    if not bool(torch.isfinite(one.values).all()):
+        raise FormatError("the quantized values are not finite")
+    error = float(torch.linalg.vector_norm(one.values - weight))
+    size = float(torch.linalg.vector_norm(weight))
+    facts = {
+        "shape": list(weight.shape),
+        "type": target_name(target),
+        "bits_per_weight": target_bits(target, weight.shape[1]),
+        "relative_rms_error": error / size if size else 0.0,
+        "tokens": statistics.count if statistics is not None else 0,
+    }
+    if hessian is not None:
+        loss = float(gptq.loss(weight, one.values, hessian).sum())
+        energy = float(gptq.loss(weight, torch.zeros_like(weight), hessian).sum())
+        facts |= {"loss": loss, "output_error": sqrt(max(loss, 0.0) / energy) if energy > 0 else 0.0}
+        facts["sqnr_db"] = 10 * log10(energy / loss) if loss > 0 and energy > 0 else None
+    one.facts = facts | one.facts
+
+
+def codes_of(stored: GridValues) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """uint8 codes [N, K], float16 scales [N, G], uint8 zeros [N, G] or None for symmetric ones."""
+    zeros = None if stored.grid.symmetric else stored.zeros.to(torch.uint8).numpy()
+    return stored.codes.numpy(), stored.scales.half().numpy(), zeros

@@ -1,0 +1,208 @@
+"""Calibration text on its way through a model, one layer after the other, with the model on disk.
+
+Only the layer under way is in memory. What its projections read is collected as often as is asked for, with whatever stands for
+their weights by then, before the text moves on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmctl.errors import FormatError, LlmctlError
+from llmctl.kernels.formats.codecs import dequantize
+from llmctl.quant.activations import Activations
+from llmctl.quant.capture import Batch, CaptureOps, SeenEnough
+from llmctl.quant.statistics import Statistics
+from llmctl.quant.workers import Workers
+from llmctl.runtime.checkpoint.names import take_rows
+from llmctl.runtime.checkpoint.text import quoted
+from llmctl.runtime.models.config import ModelConfig
+from llmctl.runtime.models.decoder import DecoderLayer, embedded
+from llmctl.runtime.models.weights import ModelWeights
+
+_EMBEDDING, _POSITIONS = "model.embed_tokens.weight", "model.embed_positions.weight"
+
+
+@dataclass
+class LayerWeights:
+    """The tensors of one layer by Hugging Face name; `replaced` ones stand in for those of the checkpoint.
+
+    For the decoder it is what `ModelWeights` is.
+    """
+
+    source: ModelWeights
+    ops: CaptureOps
+    index: int
+    replaced: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's."""
+        return self.source.config
+
+    @property
+    def checkpoint(self) -> Any:
+        """The files."""
+        return self.source.checkpoint
+
+    def full(self, name: str) -> str:
+        """The whole name of a tensor or module of this layer."""
+        return f"model.layers.{self.index}.{name}"
+
+    def read(self, name: str) -> Any:
+        """As `ModelWeights.read`; the ops are told whose matrix they prepare next."""
+        self.ops.reading = name
+        return self.replaced[name] if name in self.replaced else self.source.read(name)
+
+    def release(self, name: str) -> None:
+        """As `ModelWeights.release`."""
+        if name not in self.replaced:
+            self.source.release(name)
+
+    def matrix(self, module: str) -> torch.Tensor:
+        """The weight of a module of this layer as it stands, float32 [N, K]. FormatError if a number is not finite."""
+        name = self.full(module) + ".weight"
+        values = np.array(dequantize(self.read(name)), np.float32)
+        if not np.isfinite(values).all():
+            row, column = np.argwhere(~np.isfinite(values))[0]
+            raise FormatError(
+                f"{self.checkpoint.path}: tensor {quoted(name)} holds NaN or infinity in row {row}, column {column}: "
+                "weights must be finite, so the source is damaged"
+            )
+        return torch.from_numpy(values)
+
+    def build(self) -> DecoderLayer:
+        """The layer as it stands, ready to run."""
+        self.ops.forget()
+        return DecoderLayer(self.ops, self.config, self.config.layers[self.index], self, self.index)
+
+
+class Walk:
+    """rows: token ids. batch_tokens: most tokens of rows that run together. lanes: threads, each with statistics of its own
+    while it collects. spill: folder for the activations, None to keep them in memory."""
+
+    def __init__(
+        self, weights: ModelWeights, rows: list[list[int]], *, batch_tokens: int, lanes: int, spill: Path | None = None
+    ) -> None:
+        self.weights, self.ops, self.lanes = weights, CaptureOps(), lanes
+        self.batches = [Batch(self.ops, weights.config, part) for part in _in_batches(rows, batch_tokens)]
+        self.activations = Activations([batch.num_tokens for batch in self.batches], weights.config.hidden_size, spill)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(batch.num_tokens for batch in self.batches)
+
+    def embed(self) -> None:
+        """The text's embeddings. Only the rows of the table that occur in it are read."""
+        config, table = self.weights.config, self.weights.read(_EMBEDDING)
+        positions = self.ops.prepare_weight(self.weights.read(_POSITIONS)) if config.learned_positions else None
+        for index, batch in enumerate(self.batches):
+            used, places = np.unique(batch.token_ids, return_inverse=True)
+            rows, places = self.ops.prepare_weight(take_rows(table, used)), torch.from_numpy(places)
+            x = embedded(self.ops, config, places, rows, batch.description.positions, positions)
+            self.activations.write(index, x)
+        self.weights.release(_EMBEDDING)
+        self.ops.forget()
+
+    def layer(self, index: int) -> LayerWeights:
+        """A layer's tensors, as the checkpoint has them."""
+        return LayerWeights(self.weights, self.ops, index)
+
+    def collect(self, layer: LayerWeights, modules: Sequence[str], *, products: bool = True) -> dict[str, Statistics]:
+        """Statistics of the inputs of these modules, the layer as it stands; `modules` in the order of the forward pass."""
+        built = layer.build()
+        wanted = {layer.full(module) + ".weight": module for module in modules}
+        lanes = list(Workers(self.lanes).in_order(
+            lambda lane: self._collect_lane(built, wanted, lane, products), range(self.lanes)
+        ))  # fmt: skip
+        self.ops.forget()
+        found = {module: _merged([lane[module] for lane in lanes if module in lane]) for module in modules}
+        for module, statistics in found.items():
+            if not statistics.is_finite:
+                raise LlmctlError(
+                    f"what {quoted(layer.full(module))} reads is NaN or infinite on the calibration text: the weights before it "
+                    "are broken, or overflow"
+                )
+        return found
+
+    def _collect_lane(
+        self, built: DecoderLayer, wanted: dict[str, str], lane: int, products: bool
+    ) -> dict[str, Statistics]:
+        found: dict[str, Statistics] = {}
+        for index in range(lane, len(self.batches), self.lanes):
+            missing = set(wanted)
+
+            def see(name: str, x: torch.Tensor, missing: set[str] = missing) -> None:
+                if name not in missing:
+                    return
+                missing.discard(name)
+                module = wanted[name]
+                found.setdefault(module, Statistics(x.shape[1], products=products)).add(x)
+                if not missing:
+                    raise SeenEnough
+
+            with self.ops.watched(see):
+                try:
+                    self.batches[index].forward(built, self.activations.read(index))
+                except SeenEnough:
+                    continue
+        return found
+
+    def advance(self, layer: LayerWeights) -> None:
+        """The text through the layer as it stands."""
+        built = layer.build()
+
+        def run(lane: int) -> None:
+            for index in range(lane, len(self.batches), self.lanes):
+                self.activations.write(index, self.batches[index].forward(built, self.activations.read(index)))
+
+        list(Workers(self.lanes).in_order(run, range(self.lanes)))
+        self.ops.forget()
+
+    def outputs(self, layer: LayerWeights, batches: Collection[int]) -> list[torch.Tensor]:
+        """What the layer as it stands makes of some batches; nothing moves on."""
+        built = layer.build()
+        return list(Workers(self.lanes).in_order(
+            lambda index: self.batches[index].forward(built, self.activations.read(index)), batches
+        ))  # fmt: skip
+
+
+def _in_batches(rows: list[list[int]], most: int) -> list[list[list[int]]]:
+    """Rows in order, as many together as have at most `most` tokens."""
+    found: list[list[list[int]]] = []
+    for row in rows:
+        if not found or sum(map(len, found[-1])) + len(row) > most:
+            found.append([])
+        found[-1].append(row)
+    return found
+
+
+def _merged(parts: list[Statistics]) -> Statistics:
+    """The sums of all lanes, added in their order; the parts are used up."""
+    total = parts[0]
+    for part in parts[1:]:
+        total.merge(part)
+    total.finish()
+    return total
+
+
+@contextmanager
+def one_thread_each(fast: bool):
+    """Within: torch computes on one thread a call (the threads are ours) and, if `fast`, multiplies in bfloat16 with sums in
+    float32, which processors that have it do several times as fast."""
+    threads, precision = torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if fast else precision
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.mkldnn.matmul.fp32_precision = precision
