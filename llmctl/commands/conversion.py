@@ -105,7 +105,7 @@ def output_argument(text: str | None, *, is_folder: bool = False) -> Path | None
     return Path(text)
 
 
-def size_in_bytes(text: str | None) -> int | None:
+def size_in_bytes(text: str | None, option: str = "--split-max-size") -> int | None:
     """The bytes a size like 500M or 2G stands for (powers of ten, as of disks). UsageError for anything else."""
     from llmctl.errors import UsageError
 
@@ -114,7 +114,7 @@ def size_in_bytes(text: str | None) -> int | None:
     found = _SIZE.fullmatch(text.strip())
     size = int(float(found["number"]) * _UNITS[found["unit"].upper()]) if found else 0
     if size < 1:
-        raise UsageError(f"--split-max-size {text}: expected a size like 500M or 2G")
+        raise UsageError(f"{option} {text}: expected a size like 500M or 2G")
     return size
 
 
@@ -285,17 +285,25 @@ def _percent(error: float | None) -> str:
 
 
 def _save_report(request: Request, report: dict[str, Any]) -> None:
-    """The JSON document, whole or not at all."""
-    if request.report is None:
-        return
+    if request.report is not None:
+        save_json(request.report, report)
+
+
+def save_json(path: Path, report: dict[str, Any]) -> None:
+    """A JSON document as a file."""
     import json
 
+    text = json.dumps({"version": console.JSON_VERSION, **report}, indent=2, ensure_ascii=False)
+    save_file(path, text.encode("utf-8", "replace") + b"\n")
+
+
+def save_file(path: Path, data: bytes) -> None:
+    """Write a small file, whole or not at all."""
     from llmctl.runtime.checkpoint.output_file import OutputFile
 
-    file = OutputFile(request.report)
+    file = OutputFile(path)
     try:
-        text = json.dumps({"version": console.JSON_VERSION, **report}, indent=2, ensure_ascii=False)
-        file.write(text.encode("utf-8", "replace") + b"\n")
+        file.write(data)
         file.commit()
     except BaseException:
         file.abort()

@@ -1,8 +1,7 @@
 """AWQ: channels of large activations are made larger in the weights and smaller in what comes before them, then rounded.
 
-Lin et al., "AWQ: Activation-aware Weight Quantization", 2024. The scale of a channel is a power of its mean magnitude; which power
-the error of the outputs decides, and no scaling at all is among the choices. Pure, over torch; where a scale goes is the
-topology's business (`fold`).
+Lin et al., "AWQ: Activation-aware Weight Quantization", 2024. The scale of a channel is a power of its mean magnitude; the error
+of the outputs decides which, and no scaling at all is among the choices. Where a scale goes is the topology's business (`fold`).
 """
 
 from __future__ import annotations

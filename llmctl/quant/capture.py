@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from llmctl.runtime.engine.model_runner import describe
 from llmctl.runtime.engine.scheduler import ScheduledChunk
 from llmctl.runtime.engine.sequence import Sequence
 from llmctl.runtime.models.config import ModelConfig
+from llmctl.runtime.models.decoder import DecoderLayer
 from llmctl.runtime.models.rotary_tables import RotaryTables
 from llmctl.runtime.sampling.params import SamplingParams
 from llmctl.runtime.sampling.sampler import Sampler
@@ -31,6 +33,16 @@ See = Callable[[str, torch.Tensor], None]
 
 class SeenEnough(Exception):
     """Raised by a `See` to end a forward pass whose rest nobody needs."""
+
+
+@dataclass
+class HeldKeys:
+    """Keys and values [T, num_kv_heads, head_dim] of one layer. latent: where there are no values, how many columns of the keys
+    they are."""
+
+    latent: int | None
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
 
 class CaptureOps(ReferenceOps):
@@ -70,20 +82,24 @@ class CaptureOps(ReferenceOps):
         return functional.linear(x, weight, bias)
 
     @staticmethod
-    def store_kv(keys: torch.Tensor, values: torch.Tensor, pages: list[torch.Tensor], slots: torch.Tensor) -> None:  # type: ignore[override]
-        pages[:] = [keys, values]
+    def store_kv(  # type: ignore[override]
+        keys: torch.Tensor, values: torch.Tensor | None, pages: HeldKeys, batch: BatchDescription
+    ) -> None:
+        pages.keys, pages.values = keys, keys[..., : pages.latent] if values is None else values
 
     @staticmethod
     def attention(  # type: ignore[override]
         queries: torch.Tensor,
-        pages: list[torch.Tensor],
+        pages: HeldKeys,
         batch: BatchDescription,
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        keys, values = pages
+        keys, values = pages.keys, pages.values
+        assert keys is not None
+        assert values is not None
         out = torch.empty(*queries.shape[:2], values.shape[-1])
         for begin, end in zip(batch.cu_seqlens_q, batch.cu_seqlens_q[1:], strict=False):
             own = slice(begin, end)
@@ -105,12 +121,16 @@ def _causal(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sca
 class OwnKeys:
     """What stands for a KV cache: a place for the keys and values of the layer under way."""
 
-    def __init__(self) -> None:
-        self._pages: list[torch.Tensor] = []
+    def __init__(self, config: ModelConfig) -> None:
+        self._layers = config.kv_layers()
 
-    def layer(self, index: int) -> list[torch.Tensor]:
+    def layer(self, index: int) -> HeldKeys:
         """As `KvCache.layer`."""
-        return self._pages
+        return HeldKeys(self._layers[index].latent)
+
+    def group(self, index: int) -> int:
+        """As `KvCache.group`: nothing is paged."""
+        return 0
 
 
 class Batch:
@@ -119,13 +139,9 @@ class Batch:
     def __init__(self, ops: CaptureOps, config: ModelConfig, rows: list[list[int]]) -> None:
         self.tables = RotaryTables(ops, config)
         params = SamplingParams(temperature=0)
-        chunks = []
-        for ids in rows:
-            sequence = Sequence(ids, params, Sampler(params))
-            sequence.block_table.extend([0])  # one page for all: no key is ever looked up
-            chunks.append(ScheduledChunk(sequence, len(ids)))
-        longest = max(map(len, rows))
-        self.description = describe(chunks, longest, self.tables).convert(torch.from_numpy)
+        chunks = [ScheduledChunk(Sequence(ids, params, Sampler(params)), len(ids)) for ids in rows]
+        self._config = config
+        self.description = describe(chunks, 0, self.tables).convert(torch.from_numpy)
         self.tables.prepare(self.description)
         self.token_ids = np.concatenate([np.array(ids, np.int64) for ids in rows])
 
@@ -134,7 +150,11 @@ class Batch:
         """Tokens of all sequences."""
         return len(self.token_ids)
 
-    def forward(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden_size] through one `DecoderLayer`."""
-        return layer.forward(x, self.description, OwnKeys(), self.tables)
+    def forward(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size] through one layer."""
+        return layer.forward(x, self.description, OwnKeys(self._config), self.tables)
+
+    def attend(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size] through the first half of a layer whose halves follow each other."""
+        return layer.attend(x, self.description, OwnKeys(self._config), self.tables)[0]
 

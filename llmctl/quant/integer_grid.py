@@ -121,7 +121,7 @@ def nearest_codes(columns: torch.Tensor, scales: torch.Tensor, zeros: torch.Tens
 def find_scales(
     columns: torch.Tensor, grid: IntegerGrid, importance: torch.Tensor | None, search: Search
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """columns: float32 [K, n] of n rows → scales (float16 numbers) and zeros, float32 [G, n]. Groups of zeros have the scale 0."""
+    """columns: float32 [K, n] of n rows → scales (float16 numbers) and zeros, float32 [G, n]. Groups of zeros get the scale 0."""
     size = grid.columns_per_group(len(columns))
     weights = torch.ones(len(columns)) if importance is None else _positive(importance)
     parts = zip(columns.split(size), weights[:, None].split(size), strict=True)

@@ -1,7 +1,7 @@
 """Calibrated quantization, layer by layer: collect what a layer reads, solve its matrices, put them in place, move on.
 
-Within a layer the order is that of the forward pass: q, k and v are solved, then what o reads is collected with them in place, and
-so on, so that every matrix is fitted to the inputs it will see.
+Within a layer the order is that of the forward pass: q, k and v are solved, then what o reads is collected with them in place,
+and so on, so that every matrix is fitted to the inputs it will see.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from llmctl.errors import LlmctlError
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.quant import awq
+from llmctl.quant.capture import CaptureOps
 from llmctl.quant.integer_grid import GridValues
 from llmctl.quant.module_solver import Method, Solved, Target, codes_of, round_module, solve_group
-from llmctl.quant.capture import CaptureOps
 from llmctl.quant.results import Results
 from llmctl.quant.statistics import Statistics
 from llmctl.quant.walk import LayerWeights, Walk, one_thread_each
@@ -94,9 +94,11 @@ def solve_layer(job: Job, walk: Walk | None, layer: LayerWeights) -> LayerResult
             _solve(job, layer, group, None, result)
     elif job.method.name == "gptq":
         for group in groups:
+            if group.leader.startswith("mlp."):
+                walk.advance_half(layer)
             found = walk.collect(layer, [group.leader])
             _solve(job, layer, group, found[group.leader], result)
-            result.statistics |= {module: found[group.leader] for module in group.modules}
+            result.statistics |= dict.fromkeys(group.modules, found[group.leader])
     else:
         found = walk.collect(layer, [group.leader for group in groups], products=job.method.needs_products)
         if job.method.name == "awq":

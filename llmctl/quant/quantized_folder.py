@@ -16,7 +16,7 @@ from llmctl.quant.naming import file_name
 from llmctl.quant.packed_folder import PackedPlan, PlainTensor, config_files, unquantized
 from llmctl.quant.packed_layouts import Layout, Scheme, why_not_together
 from llmctl.quant.results import Results
-from llmctl.quant.to_folder import FolderPlan
+from llmctl.quant.to_folder import FolderPlan, FolderTensor
 from llmctl.runtime.checkpoint.text import quoted
 
 
@@ -25,13 +25,14 @@ def plan_quantized(
 ) -> PackedPlan:
     """What the folder becomes with `targets` quantized. results: None while they are not there yet: the plan can be shown, not
     written. UnsupportedError names the module that the layout cannot hold."""
-    shapes = {tensor.name.removesuffix(".weight"): tensor.shape for tensor in folder.tensors}
-    modules = {name: _scheme(folder, layout, name, grid, shapes[name]) for name, grid in targets.items()}
+    tensors = {tensor.name.removesuffix(".weight"): tensor for tensor in folder.tensors if tensor.name.endswith(".weight")}
+    written = {name: tensors[name].written.removesuffix(".weight") for name in targets}
+    modules = {written[name]: _scheme(folder, layout, tensors[name], grid) for name, grid in targets.items()}
     if reason := why_not_together(layout, modules):
         raise UnsupportedError(f"{folder.path}: cannot be stored as {layout.name}: {reason}")
-    quantized = {f"{name}.weight" for name in targets}
+    quantized = {tensors[name].name for name in targets}
     plain = [
-        PlainTensor(tensor.name, folder.form, tensor.shape, partial(_plain, folder, tensor.name, results))
+        PlainTensor(tensor.written, folder.form, tensor.shape, partial(_plain, folder, tensor, results))
         for tensor in folder.tensors
         if tensor.name not in quantized
     ]
@@ -41,7 +42,7 @@ def plan_quantized(
         inputs=folder.sources,
         layout=layout,
         source=folder.form.name,
-        readers={} if results is None else {name: partial(results.stored, name) for name in targets},
+        readers={} if results is None else {written[name]: partial(results.stored, name) for name in targets},
         modules=modules,
         plain=plain,
         release=folder.weights.checkpoint.release_all,
@@ -55,14 +56,21 @@ def _bits(modules: Mapping[str, Scheme]) -> int:
     return max(scheme.bits for scheme in modules.values())
 
 
-def _scheme(folder: FolderPlan, layout: Layout, name: str, grid: IntegerGrid, shape: tuple[int, int]) -> Scheme:
-    groups = shape[1] // grid.columns_per_group(shape[1])
-    scheme = Scheme(grid.bits, grid.group_size, shape, groups, grid.symmetric, ordered=False, scale_dtype=np.dtype(np.float16))
-    if reason := layout.why_not(name, scheme.blank()):
-        raise UnsupportedError(f"{folder.path}: module {quoted(name)} cannot be stored as {layout.name}: {reason}")
+def _scheme(folder: FolderPlan, layout: Layout, tensor: FolderTensor, grid: IntegerGrid) -> Scheme:
+    if tensor.transposed and layout.name != "gptq":
+        raise UnsupportedError(
+            f"{folder.path}: this family stores {quoted(tensor.written)} the other way round, which {layout.name} readers do not "
+            "expect; --format gptq or gguf can be written"
+        )
+    rows, columns = tensor.shape[::-1] if tensor.transposed else tensor.shape
+    groups = columns // grid.columns_per_group(columns)
+    scheme = Scheme(grid.bits, grid.group_size, (rows, columns), groups, grid.symmetric, False, np.dtype(np.float16))
+    if reason := layout.why_not(tensor.written.removesuffix(".weight"), scheme.blank()):
+        raise UnsupportedError(f"{folder.path}: {quoted(tensor.written)} cannot be stored as {layout.name}: {reason}")
     return scheme
 
 
-def _plain(folder: FolderPlan, name: str, results: Results | None) -> np.ndarray:
-    changed = None if results is None else results.changed(name)
-    return cast(dequantize(folder.weights.read(name)) if changed is None else changed, folder.form)
+def _plain(folder: FolderPlan, tensor: FolderTensor, results: Results | None) -> np.ndarray:
+    changed = None if results is None else results.changed(tensor.name)
+    values = dequantize(folder.weights.read(tensor.name)) if changed is None else changed
+    return cast(np.ascontiguousarray(values.T) if tensor.transposed else values, folder.form)

@@ -31,6 +31,10 @@ class SolvedWeights:
         changed = self._results.changed(name)
         return self._weights.read(name) if changed is None else changed
 
+    def is_transposed(self, name: str) -> bool:
+        """As `ModelWeights.is_transposed`; what was solved lies as the forward pass reads it."""
+        return name.removesuffix(".weight") not in self._targets and self._weights.is_transposed(name)
+
     def release(self, name: str) -> None:
         """As `ModelWeights.release`."""
         self._weights.release(name)

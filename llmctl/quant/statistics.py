@@ -95,7 +95,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Importances:
-    """What of the statistics other programs can use. sums: GGUF name → Σ x², float32 (matrices, K); counts: tokens (matrices,)."""
+    """What other programs can use. sums: GGUF name → Σ x², float32 (matrices, K); counts: tokens (matrices,)."""
 
     sums: Mapping[str, np.ndarray]
     counts: Mapping[str, np.ndarray]

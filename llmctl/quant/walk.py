@@ -6,7 +6,7 @@ their weights by then, before the text moves on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,6 +93,7 @@ class Walk:
     ) -> None:
         self.weights, self.ops, self.lanes = weights, CaptureOps(), lanes
         self.batches = [Batch(self.ops, weights.config, part) for part in _in_batches(rows, batch_tokens)]
+        self._half_way = False
         self.activations = Activations([batch.num_tokens for batch in self.batches], weights.config.hidden_size, spill)
 
     @property
@@ -151,18 +152,35 @@ class Walk:
 
             with self.ops.watched(see):
                 try:
-                    self.batches[index].forward(built, self.activations.read(index))
+                    self._forward(built, index)
                 except SeenEnough:
                     continue
         return found
 
-    def advance(self, layer: LayerWeights) -> None:
-        """The text through the layer as it stands."""
-        built = layer.build()
+    def _forward(self, built: DecoderLayer, index: int) -> torch.Tensor:
+        """A batch through what is left of the layer."""
+        x = self.activations.read(index)
+        return built.feed_forward(x) if self._half_way else self.batches[index].forward(built, x)
 
+    def advance(self, layer: LayerWeights) -> None:
+        """The text through the layer, or the rest of it, as it stands."""
+        built = layer.build()
+        self._replace(lambda index: self._forward(built, index))
+        self._half_way = False
+
+    def advance_half(self, layer: LayerWeights) -> None:
+        """The text through the attention of the layer as it stands, which then need not be computed again. Nothing happens in
+        models whose halves read the same input, or when it was done before."""
+        if self._half_way or layer.config.parallel:
+            return
+        built = layer.build()
+        self._replace(lambda index: self.batches[index].attend(built, self.activations.read(index)))
+        self._half_way = True
+
+    def _replace(self, forward: Callable[[int], torch.Tensor]) -> None:
         def run(lane: int) -> None:
             for index in range(lane, len(self.batches), self.lanes):
-                self.activations.write(index, self.batches[index].forward(built, self.activations.read(index)))
+                self.activations.write(index, forward(index))
 
         list(Workers(self.lanes).in_order(run, range(self.lanes)))
         self.ops.forget()
@@ -171,7 +189,7 @@ class Walk:
         """What the layer as it stands makes of some batches; nothing moves on."""
         built = layer.build()
         return list(Workers(self.lanes).in_order(
-            lambda index: self.batches[index].forward(built, self.activations.read(index)), batches
+            lambda index: self._forward(built, index), batches
         ))  # fmt: skip
 
 
@@ -195,7 +213,7 @@ def _merged(parts: list[Statistics]) -> Statistics:
 
 
 @contextmanager
-def one_thread_each(fast: bool):
+def one_thread_each(fast: bool) -> Iterator[None]:
     """Within: torch computes on one thread a call (the threads are ours) and, if `fast`, multiplies in bfloat16 with sums in
     float32, which processors that have it do several times as fast."""
     threads, precision = torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision

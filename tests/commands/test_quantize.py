@@ -118,11 +118,9 @@ def test_from_gguf_the_second_rounding_is_said(call: Callable[..., Any], square:
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--method", "gptq"], 1, "--method gptq is not there yet; methods are rtn"),
-        (["--method", "AWQ"], 1, "--method AWQ is not there yet"),
-        (["--method", "ptq"], 1, "--method ptq is not there yet"),
         (["--method", "magic"], 2, "--method magic: there is no such method"),
-        (["--bits", "3"], 1, "--bits 3 is not there yet; bits are 4 (Q4_0), 8 (Q8_0)"),
+        (["--method", "AWQ", "--bits", "8"], 1, "AWQ has 4-bit codes, these have 8"),
+        (["--bits", "7"], 1, "--bits 7 is not there; bits of GGUF files are 2 (Q2_K), 3 (Q3_K_M), 4 (Q4_0), 5 (Q5_K_M)"),
         (["--bits", "four"], 2, "'--bits'"),
         (["--bits", "4", "--type", "Q8_0"], 2, "--bits 4 and --type Q8_0 contradict each other"),
         (["--bits", "8", "--type", "Q5_0"], 2, "--bits 8 and --type Q5_0 contradict each other"),

@@ -38,15 +38,23 @@ class DecoderLayer:
         self, x: Array, batch: BatchDescription, cache: KvCache, tables: RotaryTables, rows: Array | None = None
     ) -> Array:
         """x [T, hidden_size] → the same, or only its `rows`, though every token's keys and values are stored."""
+        return self.feed_forward(*self.attend(x, batch, cache, tables, rows))
+
+    def attend(
+        self, x: Array, batch: BatchDescription, cache: KvCache, tables: RotaryTables, rows: Array | None = None
+    ) -> tuple[Array, Array | None]:
+        """The first half: x with attention added, and where both halves read the same normed input, that."""
         h = _normed(self.attention_norm, x)
         y = self.attention.forward(h, batch, cache, tables, rows)
         x = x if rows is None else self.ops.take_rows(x, rows)
         x = self._add(x, _normed(self.attention_out_norm, y))
         if not self.config.parallel:
-            h = _normed(self.mlp_norm, x)
-        elif rows is not None:
-            h = self.ops.take_rows(h, rows)
-        y = self.mlp.forward(h)
+            return x, None
+        return x, h if rows is None else self.ops.take_rows(h, rows)
+
+    def feed_forward(self, x: Array, h: Array | None = None) -> Array:
+        """The second half, of what `attend` returned."""
+        y = self.mlp.forward(_normed(self.mlp_norm, x) if h is None else h)
         return self._add(x, _normed(self.mlp_out_norm, y))
 
     def _add(self, x: Array, y: Array) -> Array:

@@ -1,0 +1,211 @@
+"""What `quantize` does for methods that look at activations and for folders of packed integers: plan, run, write, tell."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmctl.commands import console
+
+if TYPE_CHECKING:
+    from llmctl.quant.calibrated import CalibratedPlan
+    from llmctl.quant.recipe import Recipe
+    from llmctl.quant.results import Results
+
+_TELL_EVERY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """One request as the command line has it."""
+
+    path: Path
+    method: str
+    form: str
+    facts: dict[str, Any]
+    recipe: Recipe | None
+    pure: bool
+    bits: int
+    group_size: int | None
+    symmetric: bool
+    per_tensor: bool
+    damping: float | None
+    activation_order: bool
+    calibration: Path | None
+    num_samples: int
+    seq_len: int
+    seed: int
+    save_imatrix: Path | None
+    report: Path | None
+    max_ram: int | None
+    resume: bool
+    check: bool
+    threads: int | None
+    family: str | None
+    output: Path | None
+    dry_run: bool
+    force: bool
+    json: bool
+
+
+def carry_out_calibrated(request: Calibrated) -> None:
+    """The result goes to stdout, all else to stderr."""
+    from llmctl.quant.calibrated import check_disk, check_weights, make_calibrated_plan, save_importances, solve, write_result
+    from llmctl.quant.work_folder import WorkFolder
+
+    started = time.perf_counter()
+    _check_targets(request)
+    plan = make_calibrated_plan(_request(request))
+    output = _output(request, plan)
+    _tell(request, plan)
+    if request.dry_run:
+        _show_plan(request, plan, output)
+        return
+    check_disk(plan, output)
+    check_weights(plan)
+    work = WorkFolder(output, plan.fingerprint, resume=request.resume)
+    if work.left_over:
+        console.info(f"What an unfinished run left beside {output} is begun anew; --resume would have gone on with it")
+    try:
+        results = solve(plan, work, _Layers())
+        with console.progress(f"Writing {output}", plan.nbytes) as bar:
+            nbytes = write_result(plan, results, output, force=request.force, progress=bar.update_to)
+        if request.save_imatrix is not None:
+            save_importances(plan, results, request.save_imatrix)
+        _show_result(request, plan, results, output, nbytes, started)
+    except BaseException:
+        work.close()
+        raise
+    work.remove()
+
+
+def _request(request: Calibrated) -> Any:
+    from llmctl.quant.calibrated import Request, TextRequest
+    from llmctl.quant.gptq import DAMPING
+    from llmctl.quant.module_solver import Method
+    from llmctl.runtime.machine import default_threads
+
+    damping = DAMPING if request.damping is None else request.damping
+    search = "range" if request.method == "rtn" else "error"
+    return Request(
+        path=request.path,
+        method=Method(request.method, search, damping, request.activation_order, request.per_tensor),
+        form=request.form,
+        bits=request.bits,
+        group_size=request.group_size,
+        symmetric=request.symmetric,
+        recipe=request.recipe,
+        pure=request.pure,
+        text=TextRequest(request.calibration, request.num_samples, request.seq_len, request.seed),
+        threads=request.threads or default_threads(),
+        max_ram=request.max_ram,
+        family=request.family,
+    )
+
+
+def _check_targets(request: Calibrated) -> None:
+    """What can be known to fail without a look at the model."""
+    from llmctl.errors import UsageError
+    from llmctl.quant.convert import check_target
+
+    for target in (request.report, request.save_imatrix):
+        if target is not None and not request.dry_run:
+            check_target(target, force=request.force)
+    if request.report is not None and request.report.suffix.lower() not in (".json", ".html", ".htm"):
+        raise UsageError(f"--report {request.report}: expected a name that ends in .json or .html")
+
+
+def _output(request: Calibrated, plan: CalibratedPlan) -> Path:
+    from llmctl.quant.convert import output_path
+    from llmctl.quant.packed_folder import PackedPlan, packed_path
+
+    force = request.force or request.dry_run
+    if isinstance(plan.output_plan, PackedPlan):
+        return packed_path(plan.output_plan, request.output, force=force)
+    return output_path(plan.output_plan, request.output, force=force)
+
+
+def _tell(request: Calibrated, plan: CalibratedPlan) -> None:
+    from llmctl.quant.convert import Plan, plan_warnings
+    from llmctl.quant.module_solver import target_name
+
+    output_plan = plan.output_plan
+    for warning in [*plan.warnings, *(plan_warnings(output_plan) if isinstance(output_plan, Plan) else output_plan.warnings)]:
+        console.warn(warning)
+    kinds = ", ".join(dict.fromkeys(target_name(target) for target in plan.targets.values()))
+    console.info(f"{request.method} of {len(plan.targets)} matrices: {kinds}")
+    if plan.calibration is not None:
+        found = plan.calibration
+        console.info(f"Calibration: {len(found.rows)} rows, {found.num_tokens} tokens of {found.name}")
+    if plan.memory is not None:
+        spilled = ", activations on disk" if plan.memory.spill else ""
+        console.info(f"Memory: up to {console.format_bytes(plan.memory.nbytes)}{spilled}")
+
+
+class _Layers:
+    """Progress over layers, with the time left: a line now and then."""
+
+    def __init__(self) -> None:
+        self._started = self._told = time.perf_counter()
+        self._first: int | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.perf_counter()
+        if now - self._told < _TELL_EVERY_S and done not in (1, total):
+            return
+        self._told = now
+        left = (now - self._started) / done * (total - done)
+        console.info(f"Layer {done} of {total} done, {_duration(left)} left")
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+def _show_plan(request: Calibrated, plan: CalibratedPlan, output: Path) -> None:
+    from llmctl.quant.calibrated_report import plan_document
+
+    document = plan_document(plan, output, request.facts)
+    if request.report is not None and request.report.suffix.lower() == ".json":
+        from llmctl.commands.conversion import save_json
+
+        save_json(request.report, document)
+    if request.json:
+        console.print_json(document)
+        return
+    rows = [(line["kind"], line["type"], line["count"], f"{line['bits_per_weight']:.2f}") for line in document["kinds"]]
+    for line in console.format_table(("MODULES OF KIND", "TYPE", "COUNT", "BITS"), rows, right=(2, 3)):
+        console.result(line)
+    totals = document["totals"]
+    console.result(
+        f"would write {output}: {console.format_bytes(totals['bytes'])} of weights, {totals['bits_per_weight']:.2f} bits per "
+        f"weight over all; about {_duration(totals['seconds'])}, {console.format_bytes(totals['memory_bytes'])} of memory; "
+        f"loads in {', '.join(document['loads_in'])}"
+    )
+
+
+def _show_result(
+    request: Calibrated, plan: CalibratedPlan, results: Results, output: Path, nbytes: int, started: float
+) -> None:
+    from llmctl.quant.calibrated_report import document, summary_rows
+
+    found = document(plan, results, output, nbytes, {**request.facts, "seconds": round(time.perf_counter() - started, 2)})
+    headers, rows = summary_rows(found)
+    for line in console.format_table(headers, rows, right=range(2, len(headers))):
+        console.info(line)
+    for module in found["modules"]:
+        if module.get("fallback"):
+            console.warn(f"{module['name']}: {module['fallback']}")
+    bits = found["totals"]["bits_per_weight"]
+    console.info(f"{console.format_bytes(nbytes)}, {bits:.2f} bits per weight, {found['seconds']:.1f} s")
+    if request.report is not None:
+        from llmctl.commands.conversion import save_json
+
+        save_json(request.report, found)
+    if request.json:
+        console.print_json(found)
+    else:
+        console.result(str(output))
