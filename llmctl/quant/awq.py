@@ -104,7 +104,7 @@ def fold(layer: LayerWeights, group: InputGroup, scales: torch.Tensor, form: For
         rows = np.ones(source.rows[1] - source.rows[0], np.float32)
         rows[source.channels(len(factors))] = factors
         _divide_rows(layer, source, rows)
-    for module in group.modules:
+    for module in (*group.modules, *group.along):
         layer.replaced[layer.full(module) + ".weight"] = layer.matrix(module).numpy() * factors
     return torch.from_numpy(factors)
 

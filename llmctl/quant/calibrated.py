@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from llmctl.quant.memory_plan import Demand, MemoryPlan, plan_memory
 from llmctl.quant.module_solver import Method, Target
 from llmctl.quant.packed_folder import PackedPlan, write_packed
 from llmctl.quant.packed_layouts import LAYOUTS
-from llmctl.quant.pipeline import Job, run
+from llmctl.quant.pipeline import GROUPS_AT_ONCE, Job, run
 from llmctl.quant.quantized_folder import plan_quantized
 from llmctl.quant.quantized_gguf import gguf_targets, with_results
 from llmctl.quant.recipe import Recipe
@@ -141,7 +142,7 @@ def make_calibrated_plan(request: Request) -> CalibratedPlan:
 
 def _projections(weights: ModelWeights) -> dict[str, tuple[int, ...]]:
     """Whole names of all projections and their shapes."""
-    names = [f"model.layers.{i}.{m}" for i in range(weights.config.num_layers) for m in layer_modules(weights.config)]
+    names = [f"model.layers.{i}.{m}" for i in range(weights.config.num_layers) for m in layer_modules(weights.config, i)]
     return {name: weights.stored(f"{name}.weight").shape for name in names}
 
 
@@ -193,15 +194,12 @@ def _calibration(request: Request, weights: ModelWeights) -> Calibration:
 def _memory(plan: CalibratedPlan) -> MemoryPlan:
     config, calibration = plan.weights.config, plan.calibration
     assert calibration is not None
-    shapes = {name: shape for name, shape in _projections(plan.weights).items() if name.startswith("model.layers.0.")}
-    inputs = [shapes[f"model.layers.0.{group.leader}"][-1] for group in layer_topology(config)]
-    at_once = inputs if plan.request.method.name != "gptq" else [max(inputs)]
-    if plan.request.method.name == "awq":
-        at_once = [*at_once, *at_once, *at_once]  # those of the plain and of the smoothed trial
+    shapes = _projections(plan.weights)
+    layer = _largest_layer(plan.weights, shapes)
     demand = Demand(
         config,
-        sum(int(np.prod(shape)) for shape in shapes.values()),
-        at_once,
+        sum(int(np.prod(shapes[f"model.layers.{layer}.{module}"])) for module in layer_modules(config, layer)),
+        _inputs_at_once(plan, layer, shapes),
         calibration.num_tokens,
         max(map(len, calibration.rows)),
         plan.request.method.needs_products,
@@ -215,6 +213,25 @@ def _memory(plan: CalibratedPlan) -> MemoryPlan:
             f"calibration needs {found.nbytes / 1e9:.2f} GB, {available / 1e9:.2f} GB are free; --max-ram sets a lower limit"
         )
     return found
+
+
+def _largest_layer(weights: ModelWeights, shapes: dict[str, tuple[int, ...]]) -> int:
+    config = weights.config
+
+    def size(index: int) -> int:
+        return sum(int(np.prod(shapes[f"model.layers.{index}.{module}"])) for module in layer_modules(config, index))
+
+    return max(range(config.num_layers), key=size)
+
+
+def _inputs_at_once(plan: CalibratedPlan, layer: int, shapes: dict[str, tuple[int, ...]]) -> list[int]:
+    """Channels of the inputs whose products are in memory together."""
+    groups = layer_topology(plan.weights.config, layer)
+    sizes = {group: shapes[f"model.layers.{layer}.{group.modules[0]}"][-1] for group in groups}
+    if plan.request.method.name == "awq":
+        return list(sizes.values()) * 3  # as measured, and those of the plain and of the smoothed trial
+    stages = [[sizes[group] for group in part] for _, part in itertools.groupby(groups, lambda group: group.stage)]
+    return max((sorted(stage)[-GROUPS_AT_ONCE:] for stage in stages), key=lambda part: sum(size * size for size in part))
 
 
 def _multiplies_bfloat16() -> bool:

@@ -18,6 +18,8 @@ from torch.nn import functional
 from llmctl.kernels._reference import ReferenceOps
 from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.attention._reference import attention_of_sequence
+from llmctl.kernels.moe import Experts, Routing
+from llmctl.kernels.moe._reference import route
 from llmctl.runtime.engine.model_runner import describe
 from llmctl.runtime.engine.scheduler import ScheduledChunk
 from llmctl.runtime.engine.sequence import Sequence
@@ -80,6 +82,22 @@ class CaptureOps(ReferenceOps):
         if see is not None and id(weight) in self._names:
             see(self._names[id(weight)][0], x)
         return functional.linear(x, weight, bias)
+
+    def moe(  # type: ignore[override]
+        self, x: torch.Tensor, router_logits: torch.Tensor, experts: Experts, routing: Routing, activation: str
+    ) -> torch.Tensor:
+        """As the reference's, through `linear`, so that every expert's input is seen."""
+        chosen, weights = route(router_logits, routing)
+        y = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            tokens, ranks = (chosen == expert).nonzero(as_tuple=True)
+            biases = (None if one is None else one[expert] for one in (experts.gate_bias, experts.up_bias, experts.down_bias))
+            gate_bias, up_bias, down_bias = biases
+            own = x[tokens]
+            sides = self.linear(own, experts.gate[expert], gate_bias), self.linear(own, experts.up[expert], up_bias)
+            made = self.linear(self.gated_activation(*sides, activation), experts.down[expert], down_bias)
+            y.index_add_(0, tokens, made * weights[tokens, ranks, None])
+        return y
 
     @staticmethod
     def store_kv(  # type: ignore[override]

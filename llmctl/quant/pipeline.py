@@ -6,6 +6,7 @@ and so on, so that every matrix is fitted to the inputs it will see.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,9 +27,11 @@ from llmctl.quant.statistics import Statistics
 from llmctl.quant.walk import LayerWeights, Walk, one_thread_each
 from llmctl.quant.work_folder import WorkFolder
 from llmctl.runtime.checkpoint.packed_bits import pack_codes
-from llmctl.runtime.models.topology import InputGroup, layer_topology
+from llmctl.runtime.models.topology import InputGroup, layer_topology, scale_groups
 from llmctl.runtime.models.weights import ModelWeights
 
+GROUPS_AT_ONCE = 8
+"""Inputs whose Σ x xᵀ is collected in one pass over the text."""
 _CHECKED_BATCHES = 2  # outputs of a layer that are compared with and without smoothing
 
 Progress = Callable[[int, int], None]
@@ -54,12 +57,18 @@ class Job:
 @dataclass
 class LayerResult:
     """solved: by module below the layer. floats: other tensors that changed, by whole name. facts: for the report.
-    statistics: by leader, of the inputs."""
+    squares: by module, Σ x² of its input [K] and the tokens it is of."""
 
     solved: dict[str, Solved] = field(default_factory=dict)
     floats: dict[str, np.ndarray] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    statistics: dict[str, Statistics] = field(default_factory=dict)
+    squares: dict[str, tuple[np.ndarray, int]] = field(default_factory=dict)
+
+    def note(self, groups: list[InputGroup], found: dict[str, Statistics]) -> None:
+        """Keep Σ x² and tokens of the groups' inputs."""
+        for group in groups:
+            if (seen := found.get(group.leader)) is not None:
+                self.squares |= dict.fromkeys(group.modules, (seen.squares.numpy().copy(), seen.count))
 
 
 def run(job: Job, walk: Walk | None, work: WorkFolder, progress: Progress | None = None) -> None:
@@ -86,39 +95,55 @@ def run(job: Job, walk: Walk | None, work: WorkFolder, progress: Progress | None
 
 def solve_layer(job: Job, walk: Walk | None, layer: LayerWeights) -> LayerResult:
     """Solve the layer's matrices; afterwards `layer` computes with them."""
-    groups = [_quantized(job, layer, group) for group in layer_topology(layer.config)]
+    groups = [_quantized(job, layer, group) for group in layer_topology(layer.config, layer.index)]
     groups = [group for group in groups if group.modules]
     result = LayerResult()
     if walk is None:
         for group in groups:
-            _solve(job, layer, group, None, result)
+            _solve(job, layer, group, {}, result)
+    elif job.method.name == "awq":
+        _solve_smoothed(job, walk, layer, groups, result)
     elif job.method.name == "gptq":
-        for group in groups:
-            if group.leader.startswith("mlp."):
-                walk.advance_half(layer)
-            found = walk.collect(layer, [group.leader])
-            _solve(job, layer, group, found[group.leader], result)
-            result.statistics |= dict.fromkeys(group.modules, found[group.leader])
+        for _, stage in itertools.groupby(groups, lambda group: group.stage):
+            _solve_stage(job, walk, layer, list(stage), result)
     else:
-        found = walk.collect(layer, [group.leader for group in groups], products=job.method.needs_products)
-        if job.method.name == "awq":
-            _solve_smoothed(job, walk, layer, groups, found, result)
-        else:
-            for group in groups:
-                _solve(job, layer, group, found[group.leader], result)
-        result.statistics |= {module: found[group.leader] for group in groups for module in group.modules}
+        _solve_stage(job, walk, layer, groups, result)
     return result
+
+
+def _solve_stage(job: Job, walk: Walk, layer: LayerWeights, groups: list[InputGroup], result: LayerResult) -> None:
+    """Groups that do not depend on each other, some of them at a time: sums of products take memory."""
+    if all(group.leader.startswith("mlp.") for group in groups):
+        walk.advance_half(layer)
+    at_once = GROUPS_AT_ONCE if job.method.needs_products else len(groups)
+    for start in range(0, len(groups), at_once):
+        part = groups[start : start + at_once]
+        found = walk.collect(layer, _seen_at(part), products=job.method.needs_products)
+        result.note(part, found)
+        for group in part:
+            _solve(job, layer, group, found, result)
+
+
+def _seen_at(groups: list[InputGroup]) -> list[str]:
+    """Where what the groups read, or what stands in for it, is seen."""
+    names = [group.leader for group in groups] + [group.stand_in for group in groups if group.stand_in]
+    return list(dict.fromkeys(names))
 
 
 def _quantized(job: Job, layer: LayerWeights, group: InputGroup) -> InputGroup:
     """The group without the modules that are left as they are."""
-    modules = tuple(module for module in group.modules if layer.full(module) in job.targets)
-    return InputGroup(modules, group.source if modules == group.modules else None)
+    return replace(group, modules=tuple(module for module in group.modules if layer.full(module) in job.targets))
 
 
-def _solve(job: Job, layer: LayerWeights, group: InputGroup, statistics: Statistics | None, result: LayerResult) -> None:
+def _solve(
+    job: Job, layer: LayerWeights, group: InputGroup, found: dict[str, Statistics], result: LayerResult
+) -> None:
     weights = {module: layer.matrix(module) for module in group.modules}
     targets = {module: job.targets[layer.full(module)] for module in group.modules}
+    own, stand_in = found.get(group.leader), found.get(group.stand_in or "")
+    statistics = own.copy() if own is not None and group.stand_in else own  # which another group may need again
+    if own is None and stand_in is not None:
+        statistics = stand_in.copy()
     try:
         solved = solve_group(weights, targets, statistics, job.method, job.threads)
     except LlmctlError as error:
@@ -126,24 +151,30 @@ def _solve(job: Job, layer: LayerWeights, group: InputGroup, statistics: Statist
         raise type(error)(f"{layer.checkpoint.path}: {names}: {error}") from error
     for module, one in solved.items():
         layer.replaced[layer.full(module) + ".weight"] = one.values.numpy()
+        if own is None and job.method.needs_text:
+            one.facts["tokens"] = 0
+            what = "fitted to what all tokens bring" if stand_in is not None else "fitted to its weights alone"
+            one.facts["fallback"] = f"no token reached it: {what}"
     result.solved |= solved
 
 
 def _solve_smoothed(
-    job: Job, walk: Walk, layer: LayerWeights, groups: list[InputGroup], found: dict[str, Statistics], result: LayerResult
+    job: Job, walk: Walk, layer: LayerWeights, groups: list[InputGroup], result: LayerResult
 ) -> None:
     """AWQ: with smoothing, and without where that is what brings the layer's output closer."""
+    scaled = [group for group in scale_groups(layer.config, layer.index) if _all_quantized(job, layer, group)]
+    found = walk.collect(layer, _seen_at([*groups, *scaled]), products=True)
     checked = range(min(_CHECKED_BATCHES, len(walk.batches)))
     wanted = walk.outputs(layer, checked)
     trials = []
     for smooth in (True, False):
         trial, attempt = LayerWeights(layer.source, layer.ops, layer.index), LayerResult()
-        statistics = {leader: one.copy() for leader, one in found.items()}
+        statistics = {name: one.copy() for name, one in found.items()}
         if smooth:
-            _smooth(job, trial, groups, statistics, attempt)
+            _smooth(job, trial, scaled, groups, statistics, attempt)
         attempt.floats = dict(trial.replaced)
         for group in groups:
-            _solve(job, trial, group, statistics[group.leader], attempt)
+            _solve(job, trial, group, statistics, attempt)
         made = walk.outputs(trial, checked)
         error = sum(float((a - b).square().sum()) for a, b in zip(made, wanted, strict=True))
         trials.append((error, trial, attempt))
@@ -152,33 +183,44 @@ def _solve_smoothed(
     attempt.facts |= {"output_error_smoothed": with_error, "output_error_plain": without_error}
     if with_error >= without_error:
         attempt.facts["fallback"] = "smoothing did not bring the layer's output closer: reverted"
-    for name in trial.replaced:
-        layer.replaced[name] = trial.replaced[name]
+    layer.replaced |= trial.replaced
     solved_names = {layer.full(module) + ".weight" for module in attempt.solved}
-    attempt.floats = {name: values for name, values in attempt.floats.items() if name not in solved_names}
-    result.solved, result.floats, result.facts = attempt.solved, attempt.floats, attempt.facts
+    result.solved, result.facts = attempt.solved, attempt.facts
+    result.floats = {name: values for name, values in attempt.floats.items() if name not in solved_names}
+    result.note(groups, found)
+
+
+def _all_quantized(job: Job, layer: LayerWeights, group: InputGroup) -> bool:
+    """Whether a scale would help every module it goes into."""
+    return all(layer.full(module) in job.targets for module in group.modules)
 
 
 def _smooth(
-    job: Job, layer: LayerWeights, groups: list[InputGroup], found: dict[str, Statistics], result: LayerResult
+    job: Job,
+    layer: LayerWeights,
+    scaled: list[InputGroup],
+    groups: list[InputGroup],
+    found: dict[str, Statistics],
+    result: LayerResult,
 ) -> None:
     """Fold the best scales of every group that has somewhere to put them; `found` becomes that of the scaled inputs."""
     powers, quick = {}, replace(job.method, search="range")
-    for group in groups:
-        if group.source is None:
+
+    def rounder(module: str, weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+        return round_module(weight, job.targets[layer.full(module)], importance, quick, job.threads).values
+
+    for group in scaled:
+        if (statistics := found.get(group.leader)) is None or group.source is None:
             continue
         weights = {module: layer.matrix(module) for module in group.modules}
-        statistics = found[group.leader]
-
-        def rounder(module: str, weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
-            return round_module(weight, job.targets[layer.full(module)], importance, quick, job.threads).values
-
         hessian = statistics.copy().take_hessian()
         chosen = awq.choose_scales(weights, statistics, hessian, group.source.channels(len(hessian)), rounder)
         powers[group.leader] = {"power": chosen.power, "loss_plain": chosen.before, "loss_smoothed": chosen.after}
         if chosen.power > 0:
             factors = awq.fold(layer, group, chosen.scales, job.norm_format)
-            found[group.leader] = statistics.scaled(1 / factors)
+            for leader in {group.leader, *(one.leader for one in groups if set(one.modules) <= set(group.modules))}:
+                if leader in found:
+                    found[leader] = found[leader].scaled(1 / factors)
     result.facts["smoothing"] = powers
 
 
@@ -186,9 +228,8 @@ def _keep(work: WorkFolder, index: int, layer: LayerWeights, result: LayerResult
     arrays = {f"float/{name}": values for name, values in result.floats.items()}
     for module, one in result.solved.items():
         arrays |= {f"{layer.full(module)}/{key}": array for key, array in _arrays(one.stored).items()}
-    for module, statistics in result.statistics.items():
-        name = layer.full(module)
-        arrays |= {f"{name}/squares": statistics.squares.numpy(), f"{name}/count": np.array([statistics.count])}
+    for module, (squares, count) in result.squares.items():
+        arrays |= {f"{layer.full(module)}/squares": squares, f"{layer.full(module)}/count": np.array([count])}
     modules = {layer.full(module): one.facts for module, one in result.solved.items()}
     work.save(index, arrays, {"modules": modules, **result.facts})
 

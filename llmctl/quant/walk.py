@@ -118,14 +118,15 @@ class Walk:
         return LayerWeights(self.weights, self.ops, index)
 
     def collect(self, layer: LayerWeights, modules: Sequence[str], *, products: bool = True) -> dict[str, Statistics]:
-        """Statistics of the inputs of these modules, the layer as it stands; `modules` in the order of the forward pass."""
+        """Statistics of the inputs of these modules, the layer as it stands; none of those that no token reached."""
         built = layer.build()
         wanted = {layer.full(module) + ".weight": module for module in modules}
         lanes = list(Workers(self.lanes).in_order(
             lambda lane: self._collect_lane(built, wanted, lane, products), range(self.lanes)
         ))  # fmt: skip
         self.ops.forget()
-        found = {module: _merged([lane[module] for lane in lanes if module in lane]) for module in modules}
+        seen = {module: [lane[module] for lane in lanes if module in lane] for module in modules}
+        found = {module: _merged(parts) for module, parts in seen.items() if parts}
         for module, statistics in found.items():
             if not statistics.is_finite:
                 raise LlmctlError(

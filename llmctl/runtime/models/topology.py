@@ -42,39 +42,108 @@ class ScaleSource:
 class InputGroup:
     """Projections of one layer that read the same input.
 
-    modules: below the layer, in order, the first stands for the input; source: see `ScaleSource`, None if there is none.
+    modules: below the layer, in order. source: see `ScaleSource`, None if there is none. along: what reads the same input but is
+    never quantized, as a router: a scale must go into it too. seen_at: the module at which the input is seen, the first of
+    `modules` if it is not named. stand_in: the one whose input stands for this one where nothing was seen, as for an expert that
+    no token chose. stage: groups of one stage do not depend on each other.
     """
 
     modules: tuple[str, ...]
     source: ScaleSource | None = None
+    along: tuple[str, ...] = ()
+    seen_at: str | None = None
+    stand_in: str | None = None
+    stage: int = 0
 
     @property
     def leader(self) -> str:
         """The module at which the input is seen."""
-        return self.modules[0]
+        return self.seen_at or self.modules[0]
 
 
-def layer_topology(config: ModelConfig) -> tuple[InputGroup, ...]:
-    """The groups of a layer, in the order in which the forward pass reaches them."""
-    inputs = ("self_attn.qkv_proj",) if config.fused_qkv else ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    hidden, down, middle = _mlp(config)
-    attention_norm, mlp_norm = (
-        ScaleSource(name, "norm") if name else None for name in (config.norms.attention, config.norms.mlp)
-    )
-    output = InputGroup(("self_attn.o_proj",), _values(config))
-    if config.parallel:
-        return InputGroup((*inputs, *hidden), attention_norm), output, InputGroup((down,), middle)
-    return InputGroup(inputs, attention_norm), output, InputGroup(hidden, mlp_norm), InputGroup((down,), middle)
+def layer_topology(config: ModelConfig, index: int) -> tuple[InputGroup, ...]:
+    """What is solved together in layer `index`, in the order in which the forward pass reaches it."""
+    groups = [*_attention(config), *(_sparse(config) if config.layers[index].sparse else _dense(config))]
+    if config.parallel:  # both halves read the same normed input
+        inputs, output, hidden, down = groups
+        together = InputGroup((*inputs.modules, *hidden.modules), inputs.source)
+        groups = [together, output, down]
+    return tuple(groups)
 
 
-def _mlp(config: ModelConfig) -> tuple[tuple[str, ...], str, ScaleSource | None]:
-    """Modules that read the MLP's input, the last one, and what its input can be scaled by."""
-    size = config.intermediate_size
+def scale_groups(config: ModelConfig, index: int) -> tuple[InputGroup, ...]:
+    """What shares the scales of an input: the same groups where they have a source, but all experts, the shared one and the
+    router as one, since one norm makes what they read."""
+    groups = layer_topology(config, index)
+    if not config.layers[index].sparse or config.experts is None:
+        return tuple(group for group in groups if group.source is not None)
+    names = config.experts.names
+    reading = [group for group in groups if group.stage == _EXPERTS]
+    along = (names.router, *((names.shared_gate,) if config.experts.shared_gate else ()))
+    modules = tuple(module for group in reading for module in group.modules)
+    norm = _norm(config.norms.mlp)
+    together = [] if norm is None else [InputGroup(modules, norm, along, names.router)]
+    others = [group for group in groups if group.source is not None and group.stage != _EXPERTS]
+    before = [group for group in others if group.stage < _EXPERTS]
+    return (*before, *together, *others[len(before) :])
+
+
+_EXPERTS = 3  # the stage of what reads an MLP's input
+
+
+def _norm(name: str | None) -> ScaleSource | None:
+    return ScaleSource(name, "norm") if name else None
+
+
+def _attention(config: ModelConfig) -> Iterator[InputGroup]:
+    prefix, norm = "self_attn.", _norm(config.norms.attention)
+    output = prefix + "o_proj"
+    if config.latent is not None:
+        query = "q_proj" if config.latent.query_rank is None else "q_a_proj"
+        yield InputGroup((prefix + query, prefix + "kv_a_proj_with_mqa"), norm)
+        if config.latent.query_rank is not None:
+            yield InputGroup((prefix + "q_b_proj",), stage=1)
+        yield InputGroup((output,), stage=2)
+        return
+    names = ("qkv_proj",) if config.fused_qkv else ("q_proj", "k_proj", "v_proj")
+    yield InputGroup(tuple(prefix + name for name in names), norm)
+    yield InputGroup((output,), _values(config), stage=2)
+
+
+def _dense(config: ModelConfig) -> Iterator[InputGroup]:
+    prefix, size, norm = "mlp.", config.intermediate_size, _norm(config.norms.mlp)
     if not config.gated_mlp:
-        return ("mlp.c_fc",), "mlp.c_proj", None  # an activation lies between
-    if config.fused_gate_up:
-        return ("mlp.gate_up_proj",), "mlp.down_proj", ScaleSource("mlp.gate_up_proj", "linear", (size, 2 * size))
-    return ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", ScaleSource("mlp.up_proj", "linear", (0, size))
+        yield InputGroup((prefix + "c_fc",), norm, stage=_EXPERTS)
+        yield InputGroup((prefix + "c_proj",), stage=_EXPERTS + 1)  # an activation lies between
+    elif config.fused_gate_up:
+        yield InputGroup((prefix + "gate_up_proj",), norm, stage=_EXPERTS)
+        source = ScaleSource(prefix + "gate_up_proj", "linear", (size, 2 * size))
+        yield InputGroup((prefix + "down_proj",), source, stage=_EXPERTS + 1)
+    else:
+        yield from _gated((prefix + "gate_proj", prefix + "up_proj"), prefix + "down_proj", size, norm)
+
+
+def _gated(
+    inputs: tuple[str, str], down: str, size: int, norm: ScaleSource | None, stand_in: str | None = None
+) -> list[InputGroup]:
+    return [
+        InputGroup(inputs, norm, stand_in=stand_in, stage=_EXPERTS),
+        InputGroup((down,), ScaleSource(inputs[1], "linear", (0, size)), stage=_EXPERTS + 1),
+    ]
+
+
+def _sparse(config: ModelConfig) -> list[InputGroup]:
+    """A group of its own for what each expert reads, which is what the tokens that chose it bring."""
+    experts = config.experts
+    assert experts is not None, "a sparse layer without experts"
+    names, found = experts.names, []
+    for number in range(experts.num_experts):
+        gate, up, down = (name.format(number) for name in (names.gate, names.up, names.down))
+        found += _gated((gate, up), down, experts.intermediate_size, None, names.router)
+    if experts.shared_size is not None:
+        gate, up, down = (f"{names.shared}.{part}_proj" for part in ("gate", "up", "down"))
+        found += _gated((gate, up), down, experts.shared_size, None)
+    return sorted(found, key=lambda group: group.stage)
 
 
 def _values(config: ModelConfig) -> ScaleSource:
@@ -86,7 +155,7 @@ def _values(config: ModelConfig) -> ScaleSource:
     return ScaleSource(module, "linear", (first, first + size), config.num_heads // config.num_kv_heads, config.head_dim)
 
 
-def layer_modules(config: ModelConfig) -> Iterator[str]:
-    """All projections of a layer."""
-    for group in layer_topology(config):
+def layer_modules(config: ModelConfig, index: int) -> Iterator[str]:
+    """All projections of a layer that are quantized."""
+    for group in layer_topology(config, index):
         yield from group.modules
