@@ -67,9 +67,12 @@ def stream_answer(
 
 def show_text(text: str) -> None:
     """Write a piece of the answer to stdout; on a terminal no control character of the model's reaches it."""
-    if console.is_terminal(sys.stdout):
-        text = "".join(c if c.isprintable() or c in "\n\t" or ord(c) > 0x9F else "\ufffd" for c in text)
-    console.result(text, end="")
+    console.result(printable(text) if console.is_terminal(sys.stdout) else text, end="")
+
+
+def printable(text: str) -> str:
+    """The text with control characters replaced, which could do anything to a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" or ord(c) > 0x9F else "\ufffd" for c in text)
 
 
 def load_weights(opened: OpenedModel, threads: int | None) -> tuple[LoadedModel, float]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import sys
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from llmctl.commands import console
 from llmctl.commands.answer import (
@@ -13,20 +15,31 @@ from llmctl.commands.answer import (
     describe_sampling,
     describe_stats,
     load_weights,
-    show_text,
     stream_answer,
 )
-from llmctl.errors import ChatTemplateError, LlmctlError
+from llmctl.commands.answer_view import AnswerView, render_markdown
+from llmctl.commands.chat_prompt import make_prompt, unquoted
+from llmctl.commands.thinking import OPEN
+from llmctl.errors import ChatTemplateError, ContextLengthError, LlmctlError, OutputError
 
 if TYPE_CHECKING:
     from llmctl.commands.session import Session
     from llmctl.runtime.loading import LoadedModel
 
-QUOTES = '"""'
 FAREWELL = "Ctrl-D or /exit leaves; so does Ctrl-C a second time."
 
 
-def chat(session: Session) -> None:
+@dataclass
+class ChatOptions:
+    """How a chat goes. markdown: render answers. thinking: what is shown of <think> … </think>. overflow: what happens when
+    the conversation no longer fits the context: "refuse" the message, or "slide", leaving out the oldest turns."""
+
+    markdown: bool = True
+    thinking: Literal["show", "dim", "hide"] = "dim"
+    overflow: Literal["refuse", "slide"] = "refuse"
+
+
+def chat(session: Session, options: ChatOptions) -> None:
     """Talk until /exit, Ctrl-D, Ctrl-C twice or the end of the terminal.
 
     Errors: ChatTemplateError, before the weights are loaded, for a model without a template.
@@ -36,8 +49,10 @@ def chat(session: Session) -> None:
             f"{session.opened.checkpoint.path}: the model has no chat template, so there can be no chat: "
             "complete raw text with --no-chat and a prompt, or supply a template with --chat-template FILE"
         )
+    if options.markdown and console.use_color(sys.stdout):  # its import takes longer than a token
+        threading.Thread(target=render_markdown, args=("", 80)).start()
     model, _ = load_weights(session.opened, session.request.threads)
-    conversation = Conversation(session, model)
+    conversation = Conversation(session, model, options)
     for line in conversation.describe():
         console.detail(line)
     console.info(f"{session.request.name}, context of {model.context_length} tokens. /help lists what can be done.")
@@ -45,10 +60,14 @@ def chat(session: Session) -> None:
 
 
 class Conversation:
-    """Messages so far, how the next one is answered, and the engine that does it."""
+    """Messages so far, how the next one is answered, and the engine that does it.
 
-    def __init__(self, session: Session, model: LoadedModel) -> None:
+    first: the messages before this one are no longer sent, since they did not fit.
+    """
+
+    def __init__(self, session: Session, model: LoadedModel, options: ChatOptions | None = None) -> None:
         self.session, self.model, self.params = session, model, session.params
+        self.options, self.first = options or ChatOptions(), 0
         self.engine = session.engine(model)
         self.system = session.request.system
         self.messages: list[dict[str, str]] = []
@@ -75,17 +94,53 @@ class Conversation:
         Errors: ContextLengthError, ChatTemplateError; the conversation is then as before.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
-        ids, tokenizer, stop = self.token_ids(asked), self.model.tokenizer, self.session.request.stop
-        answer = stream_answer(self.engine, tokenizer, ids, self.params, stop, lambda event: show_text(event.text))
-        console.result()
+        ids, stop = self._fitting(asked), self.session.request.stop
+        view = self._view(ids)
+        try:
+            answer = stream_answer(self.engine, self.model.tokenizer, ids, self.params, stop, lambda event: view.push(event.text))
+        except (LlmctlError, KeyboardInterrupt):
+            view.give_up()
+            raise
+        view.finish()
         self.last = answer
         if answer.text:
             self.messages = [*asked, {"role": "assistant", "content": answer.text}]
         return answer
 
+    def _view(self, ids: list[int]) -> AnswerView:
+        """Templates of models that always think end inside a thought."""
+        tail = self.model.tokenizer.decode(ids[-16:], skip_special=False).rstrip()
+        options = self.options
+        return AnswerView(markdown=options.markdown, thinking=options.thinking, begins_thinking=tail.endswith(OPEN))
+
+    def _fitting(self, asked: list[dict[str, str]]) -> list[int]:
+        """The conversation's ids; with "slide" without its oldest turns where they do not fit, which is said.
+
+        Errors: ContextLengthError where not even the last message fits; the engine's where nothing may be left out.
+        """
+        ids = self.token_ids(asked[self.first :])
+        if self.options.overflow == "refuse" or len(ids) + self._room() <= self.model.context_length:
+            return ids
+        before = self.first
+        # Half of the context is made free at once: what is left stays as it is, and in the cache, for some turns.
+        while len(ids) > self.model.context_length // 2 and self.first + 2 < len(asked):
+            self.first += 2
+            ids = self.token_ids(asked[self.first :])
+        if len(ids) >= self.model.context_length:
+            self.first = before
+            raise ContextLengthError(f"the message alone has {len(ids)} tokens, the context holds {self.model.context_length}")
+        if self.first > before:
+            console.warn(f"the context is full: the oldest {self.first} messages are no longer sent to the model")
+        return ids
+
+    def _room(self) -> int:
+        """Tokens kept free for an answer."""
+        most = self.model.context_length // 4
+        return most if self.params.max_tokens is None else min(self.params.max_tokens, most)
+
     def clear(self) -> None:
         """Forget every message but the system's."""
-        self.messages, self.last = [], None
+        self.messages, self.last, self.first = [], None, 0
 
 
 class ChatLoop:
@@ -96,7 +151,7 @@ class ChatLoop:
 
         self._conversation = conversation
         self._commands = ChatCommands(conversation, self._ask)
-        self._prompt = _make_prompt(self._commands.names)
+        self._prompt = make_prompt(self._commands.complete)
         self._is_leaving = False
 
     def run(self) -> None:
@@ -106,8 +161,10 @@ class ChatLoop:
                 if line.startswith("/"):
                     if self._commands.run(line):
                         return
-                elif _unquoted(line).strip():
-                    self._ask(_unquoted(line))
+                elif unquoted(line).strip():
+                    self._ask(unquoted(line))
+            except OutputError:  # nobody sees the chat any more
+                raise
             except LlmctlError as error:
                 console.error(str(error))
             except KeyboardInterrupt:
@@ -141,51 +198,3 @@ class ChatLoop:
             console.warn(describe_limit(answer, conversation.params, conversation.model.context_length))
         for line in describe_stats(answer.stats):
             console.detail(line)
-
-
-def _unquoted(text: str) -> str:
-    """The text without the quotes that made it several lines."""
-    stripped = text.strip()
-    if not stripped.startswith(QUOTES):
-        return text
-    return stripped.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
-
-
-def is_open(text: str) -> bool:
-    """Whether the text began with three quotes that have not been closed yet: Enter then begins another line."""
-    stripped = text.strip()
-    return stripped.startswith(QUOTES) and not (stripped.endswith(QUOTES) and len(stripped) >= 2 * len(QUOTES))
-
-
-def _make_prompt(names: list[str]) -> Any:
-    """A prompt_toolkit session: history on disk, Tab completes commands, three quotes begin a text of several lines."""
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.application import get_app
-    from prompt_toolkit.completion import WordCompleter
-    from prompt_toolkit.filters import Condition
-
-    return PromptSession(
-        history=_history(),
-        multiline=Condition(lambda: is_open(get_app().current_buffer.text)),
-        prompt_continuation="... ",
-        completer=WordCompleter(names, sentence=True),
-        complete_while_typing=False,
-        enable_suspend=True,
-    )
-
-
-def _history() -> Any:
-    """What was typed in earlier chats; in memory only, and said so, where the file cannot be written."""
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
-
-    from llmctl.runtime import paths
-
-    file: Path = paths.home() / "history"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch(mode=0o600)
-        with file.open("ab"):
-            return FileHistory(file)
-    except OSError as error:
-        console.warn(f"{file}: {error.strerror}; what is typed here is not kept")
-        return InMemoryHistory()

@@ -23,17 +23,24 @@ class Setting(NamedTuple):
     optional: bool = False
 
 
+VIEW = {"markdown": ("on", "off"), "thinking": ("show", "dim", "hide"), "overflow": ("refuse", "slide")}
+"""What /set changes of the chat itself, and the values there are."""
 SETTINGS = {
     "temp": Setting("temperature", float),
     "top-k": Setting("top_k", int),
     "top-p": Setting("top_p", float),
     "min-p": Setting("min_p", float),
+    "typical": Setting("typical_p", float),
+    "xtc-probability": Setting("xtc_probability", float),
+    "xtc-threshold": Setting("xtc_threshold", float),
+    "dry-multiplier": Setting("dry_multiplier", float),
     "repeat-penalty": Setting("repetition_penalty", float),
     "presence-penalty": Setting("presence_penalty", float),
     "frequency-penalty": Setting("frequency_penalty", float),
     "seed": Setting("seed", int, True),
     "max-tokens": Setting("max_tokens", int, True),
 }
+_NAMES = [*SETTINGS, *VIEW]
 
 
 class ChatCommands:
@@ -47,16 +54,27 @@ class ChatCommands:
             "/clear": (self._clear, "Forget the conversation; the system message stays."),
             "/regen": (self._regenerate, "Answer the last question again."),
             "/system": (self._system, "/system TEXT sets the system message, /system none removes it, alone shows it."),
-            "/set": (self._set, "/set NAME VALUE changes the sampling, alone lists it: " + ", ".join(SETTINGS)),
+            "/set": (self._set, "/set NAME VALUE changes the sampling or the view, alone lists both: " + ", ".join(_NAMES)),
             "/show": (self._show, "What answers, and how."),
             "/stats": (self._stats, "Counts and rates of the last answer."),
             "/tokens": (self._tokens, "How much of the context the conversation takes."),
+            "/kv": (self._kv, "What the cache of keys and values holds."),
         }
 
     @property
     def names(self) -> list[str]:
-        """The commands, for completion."""
+        """The commands."""
         return list(self._table)
+
+    def complete(self, line: str) -> list[str]:
+        """What a line that has been begun can become: commands, then the names and values that /set takes."""
+        words = [
+            self.names,
+            [f"/set {name} " for name in _NAMES],
+            [f"/set {name} {value}" for name in VIEW for value in VIEW[name]],
+        ]
+        known = words[min(line.count(" "), 2)] if line.startswith("/") else []
+        return [each for each in known if each.startswith(line) and each != line]
 
     def run(self, line: str) -> bool:
         """Carry out a line; True to leave the chat. Errors: UsageError."""
@@ -70,7 +88,9 @@ class ChatCommands:
     def _help(self, rest: str) -> None:
         for name, (_, meaning) in self._table.items():
             console.result(f"{name:<8}  {meaning}")
-        console.result('""" begins and ends a text of several lines. Ctrl-C stops an answer.')
+        console.result(
+            '""" begins and ends a text of several lines; Alt-Enter: another line; Ctrl-G: $EDITOR. Ctrl-C stops an answer.'
+        )
 
     def _clear(self, rest: str) -> None:
         self._conversation.clear()
@@ -97,11 +117,20 @@ class ChatCommands:
         console.result("There is no system message." if system is None else f"System message: {system}")
 
     def _set(self, rest: str) -> None:
-        if rest:
-            name, _, value = rest.partition(" ")
+        name, _, value = rest.partition(" ")
+        if name in VIEW:
+            self._set_view(name, value.strip())
+        elif rest:
             self._conversation.params = _changed(self._conversation.params, name, value.strip())
         for name, setting in SETTINGS.items():
             console.result(f"{name:<17}  {_shown(getattr(self._conversation.params, setting.field))}")
+        for name in VIEW:
+            console.result(f"{name:<17}  {_shown(getattr(self._conversation.options, name))}")
+
+    def _set_view(self, name: str, value: str) -> None:
+        if value not in VIEW[name]:
+            raise UsageError(f"/set {name} needs one of {', '.join(VIEW[name])}, found {value!r}")
+        setattr(self._conversation.options, name, value == "on" if name == "markdown" else value)
 
     def _show(self, rest: str) -> None:
         for line in self._conversation.describe():
@@ -115,20 +144,43 @@ class ChatCommands:
         for line in describe_stats(self._conversation.last.stats):
             console.result(line)
 
+    def _kv(self, rest: str) -> None:
+        for line in describe_cache(self._conversation):
+            console.result(line)
+
     def _tokens(self, rest: str) -> None:
-        used = len(self._conversation.token_ids(self._conversation.messages, reply=False))
+        conversation = self._conversation
+        used = len(conversation.token_ids(conversation.messages[conversation.first :], reply=False))
         console.result(f"{used} of {self._conversation.model.context_length} tokens")
 
 
+def describe_cache(conversation: Conversation) -> list[str]:
+    """Type and pages of the cache, group by group where layers have windows of their own."""
+    from llmctl.runtime.cache.memory import BLOCK_SIZE
+
+    model, engine = conversation.model, conversation.engine
+    lines = [f"{model.kv_type} cache, pages of {BLOCK_SIZE} tokens"]
+    for group, stats in zip(engine.cache_plan.groups, engine.group_stats, strict=True):
+        which = "all tokens" if group.window is None else f"a window of {group.window} tokens"
+        kept = f"{stats.pages_remembered} keep a text for the next turn, {stats.pages_held} in use"
+        lines.append(
+            f"{len(group.layers)} layers that see {which}: {stats.pages} pages, {kept}, {stats.evictions} texts given up"
+        )
+    reuse = engine.reuse_stats
+    return [*lines, f"{reuse.found_tokens} of {reuse.tokens} prompt tokens were in the cache already"]
+
+
 def _shown(value: Any) -> str:
-    return "none" if value is None else str(value)
+    if value is None:
+        return "none"
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
 def _changed(params: Any, name: str, text: str) -> Any:
     """The parameters with one value replaced. Errors: UsageError."""
     setting = SETTINGS.get(name.replace("_", "-"))
     if setting is None:
-        raise UsageError(f"there is no setting {name!r}; there are: {', '.join(SETTINGS)}")
+        raise UsageError(f"there is no setting {name!r}; there are: {', '.join(_NAMES)}")
     if setting.optional and text == "none":
         return dataclasses.replace(params, **{setting.field: None})
     try:

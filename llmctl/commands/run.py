@@ -82,6 +82,9 @@ def run(
     output: opt.BatchOutputOption = None,
     parallel: opt.ParallelOption = None,
     force: ForceOption = False,
+    markdown: opt.MarkdownOption = True,
+    thinking: opt.ThinkingOption = "dim",
+    overflow: opt.OverflowOption = None,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -155,10 +158,12 @@ def run(
 
         answer_batch(open_session(request), batch, output, parallel=parallel or DEFAULT_PARALLEL, force=force)
     else:
-        _dispatch(request, _whole_prompt(file, argument))
+        _dispatch(request, _whole_prompt(file, argument), markdown=markdown, thinking=thinking, overflow=overflow)
 
 
-def _dispatch(request: Request, prompt: str | None) -> None:
+def _dispatch(request: Request, prompt: str | None, *, markdown: bool, thinking: str, overflow: str | None) -> None:
+    if prompt is not None and overflow is not None:
+        raise UsageError("--overflow is for the chat: nothing is left out of a single prompt")
     if prompt is None and (request.json or request.json_lines or request.raw or not console.is_interactive()):
         raise UsageError(
             "there is no prompt: give one as an argument, with -p or -f, or on stdin"
@@ -166,9 +171,9 @@ def _dispatch(request: Request, prompt: str | None) -> None:
         )
     session = open_session(request)
     if prompt is None:
-        from llmctl.commands.chat import chat
+        from llmctl.commands.chat import ChatOptions, chat
 
-        chat(session)
+        chat(session, ChatOptions(markdown=markdown, thinking=thinking, overflow=overflow or "refuse"))
     else:
         from llmctl.commands.one_shot import answer_once
 

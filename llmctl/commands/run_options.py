@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -101,4 +101,18 @@ DraftOption = Annotated[
 NumDraftTokensOption = Annotated[
     int | None,
     typer.Option("--num-draft-tokens", min=1, max=64, help="Draft always so many at once.", show_default="as many as pay"),
+]
+MarkdownOption = Annotated[
+    bool, typer.Option("--markdown/--no-markdown", help="Chat: render Markdown, where the terminal takes escape codes.")
+]
+ThinkingOption = Annotated[
+    Literal["show", "dim", "hide"], typer.Option("--thinking", help="Chat: how <think> … </think> is shown.")
+]
+OverflowOption = Annotated[
+    Literal["refuse", "slide"] | None,
+    typer.Option(
+        "--overflow",
+        help="Chat: what happens to a message for which the context has no room; slide leaves out the oldest turns, and says so.",
+        show_default="refuse",
+    ),
 ]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from chat_terminal import Terminal
 from safetensors.numpy import save_file
 
 from llmctl.cli import main
@@ -181,3 +182,19 @@ def broken_extension(tmp_path: Path) -> dict[str, str]:
         "sys.meta_path.insert(0, Broken())\n"
     )
     return {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])}
+
+
+@pytest.fixture
+def terminal(llmctl_script, scripted, tmp_path):
+    """Opens a chat with the scripted model: `terminal("--temp", "0")`."""
+    opened: list[Terminal] = []
+
+    def begin(
+        *arguments: object, model: Path = scripted, home: Path = tmp_path / "home", env: dict[str, str] | None = None
+    ) -> Terminal:
+        opened.append(Terminal(llmctl_script, model, *arguments, home=home, env=env or {}))
+        return opened[-1]
+
+    yield begin
+    for chat in opened:
+        chat.close()

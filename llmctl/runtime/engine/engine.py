@@ -64,6 +64,7 @@ class Engine:
         plan = plan_cache(layers, model.kv_type, demand, most_bytes=most, most_pages=num_blocks)
         # Where a token's numbers depend on how many share its step, only whole chunks are those of a run without a cache.
         step = BLOCK_SIZE if model.ops.is_row_invariant else math.lcm(prefill_chunk, BLOCK_SIZE)
+        self.cache_plan = plan
         self._blocks = BlockManager(plan, step if prefix_cache else None)
         self._runner = ModelRunner(model, plan)
         self._capacity = plan.capacity
