@@ -175,11 +175,12 @@ def _measure(
 def _row(model: LoadedModel, result: BenchResult) -> dict[str, Any]:
     """One result under llama-bench's keys; those that only llama.cpp gives a meaning are left out."""
     from llmctl import __version__
+    from llmctl.kernels.kv_types import sides_of
     from llmctl.runtime.benchmark import PREFILL_CHUNK
     from llmctl.runtime.machine import cpu
 
     checkpoint, ops, test = model.checkpoint, model.ops, result.test
-    on_cpu = ops.device == "cpu"
+    on_cpu, (type_k, type_v) = ops.device == "cpu", sides_of(model.kv_type)
     return dict.fromkeys(_LLAMA_BENCH_KEYS) | {
         "llmctl_version": __version__,
         "n_gpu_layers": 0 if on_cpu else model.config.num_layers,
@@ -195,8 +196,8 @@ def _row(model: LoadedModel, result: BenchResult) -> dict[str, Any]:
         "n_batch": PREFILL_CHUNK,
         "n_ubatch": PREFILL_CHUNK,
         "n_threads": ops.threads,
-        "type_k": model.kv_type,
-        "type_v": model.kv_type,
+        "type_k": type_k,
+        "type_v": type_v,
         "devices": ops.device,
         "dtype": ops.dtype,
         "activations": model.activations,

@@ -46,7 +46,8 @@ class Markdown:
         from llmctl.kernels.backend import default_kv_type
 
         self._columns = [("model", -30), ("size", 10), ("params", 10), ("backend", -10), ("threads", 7)]
-        usual = {"dtype": "float32", "type_k": default_kv_type(row["backends"])}
+        kv_type = default_kv_type(row["backends"])
+        usual = {"dtype": "float32", "type_k": kv_type, "type_v": kv_type}
         self._columns += [(name, -8) for name, value in usual.items() if row[name] != value]
         self._columns += [("activations", -11)] if row["activations"] == "float" else []
         self._columns += [("devices", -12)] if row["devices"] != "cpu" else []

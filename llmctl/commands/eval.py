@@ -10,6 +10,7 @@ import typer
 
 from llmctl.commands import console
 from llmctl.commands.options import (
+    KV_TYPE_SYNTAX,
     Activations,
     ActivationsOption,
     AsOption,
@@ -18,7 +19,6 @@ from llmctl.commands.options import (
     DeviceOption,
     DtypeOption,
     JsonOption,
-    KvType,
     KvTypeOption,
     ModelArgument,
     QuietOption,
@@ -51,7 +51,9 @@ def evaluate(
         ),
     ] = None,
     against_backend: Annotated[Backend | None, typer.Option("--against-backend", help="Its backend.", **_OTHER)] = None,
-    against_kv_type: Annotated[KvType | None, typer.Option("--against-kv-type", help="Its cache type.", **_OTHER)] = None,
+    against_kv_type: Annotated[
+        str | None, typer.Option("--against-kv-type", metavar=KV_TYPE_SYNTAX, help="Its cache type.", show_default="as MODEL's")
+    ] = None,
     against_activations: Annotated[
         Activations | None, typer.Option("--against-activations", help="Its activations.", **_OTHER)
     ] = None,

@@ -73,12 +73,9 @@ def inspect_kv(
 
 
 def _types(options: list[str] | None) -> list[str]:
-    from llmctl.runtime.cache.memory import KV_TYPES
+    from llmctl.kernels.kv_types import KV_TYPES, parse_kv_types
 
-    asked = [name.strip().lower() for option in options or [] for name in option.split(",")]
-    unknown = next((name for name in asked if name not in KV_TYPES), None)
-    if unknown is not None:
-        raise UsageError(f"--kv-type {unknown}: expected one of {', '.join(KV_TYPES)}")
+    asked = [name for option in options or [] for name in parse_kv_types(option)]
     return list(dict.fromkeys(asked)) or list(KV_TYPES)
 
 
@@ -172,8 +169,10 @@ def _page_tokens() -> int:
 def _runs_here(kv_type: str) -> bool:
     """Whether a backend that can be used on this machine has such pages."""
     from llmctl.kernels.backend import capabilities
+    from llmctl.kernels.kv_types import sides_of
 
-    return any(kv_type.upper() in c.formats for c in capabilities() if c.op == "store_kv" and c.available)
+    names = {side.upper() for side in sides_of(kv_type)}
+    return any(names <= set(c.formats) for c in capabilities() if c.op == "store_kv" and c.available)
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ from llmctl.commands import console
 
 Backend = Literal["auto", "native", "reference"]
 Device = Literal["cpu", "cuda"]
-KvType = Literal["f32", "f16", "bf16", "q8_0"]
 Activations = Literal["int8", "float"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -69,9 +68,7 @@ AsOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-QuietOption = Annotated[
-    bool, typer.Option("--quiet", "-q", callback=_set_quiet, help="Keep stderr to warnings and errors.")
-]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", callback=_set_quiet, help="Keep stderr to warnings and errors.")]
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", callback=_set_verbose, help="Say on stderr what was used and what it took.")
 ]
@@ -92,12 +89,13 @@ DtypeOption = Annotated[
     Dtype,
     typer.Option("--dtype", case_sensitive=False, help="Number type the reference backend computes in; native: float32 only."),
 ]
+KV_TYPE_SYNTAX = "f16|bf16|q8_0|q5_1|q4_0|fp8|f32 or k=TYPE,v=TYPE"
 KvTypeOption = Annotated[
-    KvType | None,
+    str | None,
     typer.Option(
         "--kv-type",
-        case_sensitive=False,
-        help="Element type of the KV cache.",
+        metavar=KV_TYPE_SYNTAX,
+        help="What the KV cache is kept in; keys and values may differ.",
         show_default="native bf16 where the processor multiplies it, else f16; reference f32",
     ),
 ]

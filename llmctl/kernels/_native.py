@@ -16,6 +16,7 @@ import numpy as np
 from llmctl.errors import OutOfMemoryError
 from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.formats.codecs import dequantize
+from llmctl.kernels.kv_types import sides_of
 from llmctl.kernels.linear._native import pack_weight
 from llmctl.kernels.native import _native
 from llmctl.kernels.native.graph import Graph, Value
@@ -53,6 +54,8 @@ class NativeOps:
     """
 
     name, device, dtype, is_row_invariant = "native", "cpu", "float32", True
+    rotates_pages = True
+    """Whether caches of four bits are rotated; others never are. Changed only to see what it is good for."""
 
     def __init__(self, threads: int, activations: str = "int8") -> None:
         self.threads, self.activations = threads, activations
@@ -67,13 +70,12 @@ class NativeOps:
     def prepare_vector(self, vector: np.ndarray | QuantTensor, dtype: str | None = None) -> np.ndarray:
         return np.array(dequantize(vector), np.float32)
 
-    def kv_pages(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str, latent: int = 0
-    ) -> Any:
+    def kv_pages(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str, latent: int = 0) -> Any:
         assert block_size == _BLOCK_SIZE, block_size
         padded = -(-head_dim // HEAD_DIM_STEP) * HEAD_DIM_STEP
         try:
-            return _native.KvPages(num_blocks, num_kv_heads, padded, kv_type, latent)
+            keys, values = sides_of(kv_type)
+            return _native.KvPages(num_blocks, num_kv_heads, padded, keys, latent, values, self.rotates_pages)
         except MemoryError as error:
             wanted = (1 if latent else 2) * num_blocks * block_size * num_kv_heads * padded
             raise OutOfMemoryError(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from llmctl.errors import OutOfMemoryError, UnsupportedError
+from llmctl.errors import UnsupportedError
 from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.attention._reference import attention
 from llmctl.kernels.embedding._reference import embedding
@@ -17,22 +17,30 @@ from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.packed_int import PackedIntTensor
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.head_linear._reference import head_linear
+from llmctl.kernels.kv_types import sides_of
 from llmctl.kernels.layer_norm._reference import layer_norm
 from llmctl.kernels.linear._reference import linear
 from llmctl.kernels.moe._reference import moe
 from llmctl.kernels.rms_norm._reference import rms_norm
 from llmctl.kernels.rotary._reference import rotary, rotary_angles
-from llmctl.kernels.store_kv._reference import store_kv
+from llmctl.kernels.store_kv._reference import Side, store_kv
+from llmctl.kernels.store_kv._reference_pages import make_side
 from llmctl.kernels.swiglu._reference import activation, gated_activation
 
 _DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
-    "f32": torch.float32,
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
 }
+
+
+@dataclass(frozen=True)
+class ReferencePages:
+    """One layer's pages. values: of latent pages a part of the keys."""
+
+    block_size: int
+    keys: Side
+    values: Side
 
 
 class ReferenceOps:
@@ -65,24 +73,19 @@ class ReferenceOps:
 
     def kv_pages(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str, latent: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        keys = self._empty(shape, kv_type)
-        return keys, keys[..., :latent] if latent else self._empty(shape, kv_type)
+    ) -> ReferencePages:
+        shape = (num_blocks * block_size, num_kv_heads, head_dim)
+        sides = sides_of(kv_type)
+        if latent:
+            keys = make_side(shape, sides[0], self.device, latent)
+            return ReferencePages(block_size, keys, keys.first(latent))
+        return ReferencePages(block_size, *(make_side(shape, side, self.device) for side in sides))
 
     @staticmethod
-    def copy_page(pages: tuple[torch.Tensor, torch.Tensor], source: int, target: int) -> None:
-        for side in pages:
-            side[target] = side[source]
-
-    def _empty(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        try:
-            return torch.empty(shape, dtype=_DTYPES[dtype], device=self.device)
-        except RuntimeError as error:  # torch's own class only for devices
-            if "memory" not in str(error):
-                raise
-            wanted = math.prod(shape) * _DTYPES[dtype].itemsize
-            raise OutOfMemoryError(f"{wanted / 1e9:.1f} GB of {dtype} could not be allocated on {self.device}") from error
+    def copy_page(pages: ReferencePages, source: int, target: int) -> None:
+        size = pages.block_size
+        for side in {id(side): side for side in (pages.keys, pages.values)}.values():
+            side.copy(slice(source * size, (source + 1) * size), slice(target * size, (target + 1) * size))
 
     def compile(
         self, forward: Callable[[BatchDescription, torch.Tensor], torch.Tensor], rotary_halves: list[int]
@@ -111,16 +114,14 @@ class ReferenceOps:
         return x * torch.sigmoid(gate)
 
     @staticmethod
-    def store_kv(
-        keys: torch.Tensor, values: torch.Tensor | None, pages: tuple[torch.Tensor, torch.Tensor], batch: BatchDescription
-    ) -> None:
-        store_kv(keys, values, *pages, batch.slot_mapping)
+    def store_kv(keys: torch.Tensor, values: torch.Tensor | None, pages: ReferencePages, batch: BatchDescription) -> None:
+        store_kv(keys, values, pages.keys, pages.values, batch.slot_mapping)
 
     @staticmethod
     def attention(
-        queries: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], batch: BatchDescription, scale: float, *choices: Any
+        queries: torch.Tensor, pages: ReferencePages, batch: BatchDescription, scale: float, *choices: Any
     ) -> torch.Tensor:
-        return attention(queries, *pages, batch, scale, *choices)
+        return attention(queries, pages.keys, pages.values, batch, scale, *choices)
 
     @staticmethod
     def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

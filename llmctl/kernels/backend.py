@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from llmctl.errors import UnsupportedError, UsageError
 from llmctl.kernels.formats.spec import FORMATS
+from llmctl.kernels.kv_types import KV_TYPES, parse_kv_type
 from llmctl.kernels.native import instruction_set, why_missing
 from llmctl.kernels.ops import Ops
 
@@ -15,8 +16,7 @@ BACKENDS = ("native", "reference")
 AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("int8", "float")
-KV_TYPES = {"native": ("f16", "f32", "bf16", "q8_0"), "reference": ("f32", "f16", "bf16")}
-"""What a backend can keep its KV cache in, the one it chooses itself first."""
+_USUAL_KV_TYPES = {"native": "f16", "reference": "f32"}
 MOST_THREADS = max(256, os.cpu_count() or 1)
 """A thread pool that cannot be made ends the process: OpenMP aborts, with no error to catch."""
 MAX_HEAD_DIM = 576
@@ -67,10 +67,7 @@ def choose_compute(
     if dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
     chosen, fallback = _choose_backend(backend, device)
-    kv_types = KV_TYPES[chosen]
-    if kv_type is not None and kv_type not in kv_types:
-        raise UsageError(f"the {chosen} backend keeps its KV cache in {', '.join(kv_types)}, not in {kv_type!r}")
-    kv_type = kv_type or default_kv_type(chosen)
+    kv_type = default_kv_type(chosen) if kv_type is None else parse_kv_type(kv_type)
     if chosen == "native":
         return Compute(chosen, device, _native_dtype(dtype), kv_type, _native_activations(activations))
     if activations is not None:
@@ -79,11 +76,11 @@ def choose_compute(
 
 
 def default_kv_type(backend: str) -> str:
-    """The cache type of those who ask for none: the first of KV_TYPES, but bf16 where the machine multiplies it, which reads a
+    """The cache type of those who ask for none: that of the backend, but bf16 where the machine multiplies it, which reads a
     long prompt two to three times as fast and is as close to float32 as int8 activations let anyone see."""
     if backend == "native" and instruction_set().endswith(("(amx)", "(avx512bf16)")):
         return "bf16"
-    return KV_TYPES[backend][0]
+    return _USUAL_KV_TYPES[backend]
 
 
 def _choose_backend(backend: str, device: str) -> tuple[str, str | None]:
@@ -162,6 +159,6 @@ def _native_state() -> tuple[bool, str]:
 def _table(backend: str, numbers: tuple[str, ...], available: bool, reason: str) -> list[Capability]:
     """The rows of one backend. numbers: what it computes in."""
     weights = tuple(name for name, f in FORMATS.items() if not (f.is_plain and name.startswith("I")))
-    pages = tuple(name.upper() for name in KV_TYPES[backend])
+    pages = tuple(name.upper() for name in KV_TYPES)
     formats = dict.fromkeys(_WEIGHT_OPS, weights) | dict.fromkeys(_PLAIN_OPS, numbers) | dict.fromkeys(_CACHE_OPS, pages)
     return [Capability(op, backend, names, available, reason) for op, names in formats.items()]

@@ -101,7 +101,7 @@ def run_test(
     The warm-up run, which is not counted, does the whole prompt and one token. Errors: ContextLengthError.
     """
     require_context(test, model.context_length)
-    engine = Engine(model, prefill_chunk=PREFILL_CHUNK)
+    engine = Engine(model, prefill_chunk=PREFILL_CHUNK, prefix_cache=False)
     result = BenchResult(test, datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"))
     random = np.random.default_rng(seed)
     if warm_up:

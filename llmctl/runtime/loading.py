@@ -288,7 +288,11 @@ def _context(config: ModelConfig, kv_type: str, ctx_size: int | None, most_bytes
     stretches = any(layer.rope and layer.rope.kind == "dynamic" for layer in config.layers)
     if bytes_per_token(layers, kv_type) is None:
         sizes = ", ".join(map(str, sorted({layer.head_dim for layer in layers})))
-        raise UsageError(f"--kv-type {kv_type} keeps whole blocks, which heads of {sizes} numbers do not fill: take another")
+        raise UsageError(
+            f"--kv-type {kv_type} keeps blocks of 32 numbers, which heads of {sizes} are not made of: take f16, bf16 or fp8"
+        )
+    if "=" in kv_type and any(layer.latent for layer in layers):
+        raise UsageError(f"--kv-type {kv_type}: this model keeps one vector for keys and values alike, which has one type")
     if ctx_size is not None and ctx_size < 1:
         raise UsageError(f"--ctx-size must be at least 1, found {ctx_size}")
     if ctx_size is not None and ctx_size > trained and not stretches:

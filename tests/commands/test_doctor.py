@@ -15,6 +15,7 @@ from typing import get_args
 
 from llmctl.commands import options
 from llmctl.kernels import backend
+from llmctl.kernels.kv_types import KV_TYPES
 from llmctl.runtime import machine
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -81,6 +82,6 @@ def test_an_extension_that_cannot_be_loaded_is_named_with_its_fault(llmctl: Run,
 
 def test_the_shared_options_name_what_the_kernels_have() -> None:
     assert get_args(options.Backend) == (backend.AUTO, *backend.BACKENDS)
-    assert set(get_args(options.KvType)) == {kv_type for types in backend.KV_TYPES.values() for kv_type in types}
+    assert set(options.KV_TYPE_SYNTAX.removesuffix(" or k=TYPE,v=TYPE").split("|")) == set(KV_TYPES)
     assert get_args(options.Activations) == backend.ACTIVATIONS
     assert get_args(options.Dtype) == backend.DTYPES

@@ -444,7 +444,7 @@ def make_scripted(scripted, tmp_path_factory):
         (["-t", "0"], "--threads"),
         (["--kv-type", "q3"], "--kv-type"),
         (["--dtype", "bfloat16"], "--dtype bfloat16 needs --backend reference"),
-        (["--kv-type", "q8_0", "--backend", "reference"], "the reference backend keeps its KV cache in f32"),
+        (["--kv-type", "k=q8_0"], "one for each side as in k=q8_0,v=q4_0"),
         (["--backend", "vulkan"], "--backend"),
         (["--backend", "native", "--device", "cuda"], "the native backend computes on the CPU"),
         (["--activations", "float", "--backend", "reference"], "--activations float"),
@@ -553,9 +553,7 @@ def test_streams_to_files(llmctl_script, scripted, tmp_path):
     out, err, prompt = tmp_path / "out", tmp_path / "err", tmp_path / "prompt"
     prompt.write_text("What is the answer?\n", encoding="utf-8")
     with out.open("wb") as stdout, err.open("wb") as stderr, prompt.open("rb") as stdin:
-        done = subprocess.run(
-            [llmctl_script, "run", scripted, "-v"], stdin=stdin, stdout=stdout, stderr=stderr, check=False
-        )
+        done = subprocess.run([llmctl_script, "run", scripted, "-v"], stdin=stdin, stdout=stdout, stderr=stderr, check=False)
     assert done.returncode == 0
     assert out.read_bytes() == b"Paris is the answer.\n"
     assert b"\x1b" not in err.read_bytes()

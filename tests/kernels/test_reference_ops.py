@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from llmctl.kernels._reference import ReferenceOps
+from llmctl.kernels._reference import ReferenceOps, ReferencePages
 from llmctl.kernels.attention import BatchDescription, PageMap
+from llmctl.kernels.kv_types import KV_TYPES, sides_of
+from llmctl.kernels.native import _native as native
+from llmctl.kernels.store_kv._reference_pages import rotate
 
 OPS = ReferenceOps()
 RNG = np.random.default_rng(7)
@@ -105,16 +108,81 @@ def test_embedding_scales_rows() -> None:
     close(rows, table[[3, 3, 0]] * 2.5)
 
 
-def test_store_kv_skips_slot_minus_one_and_touches_nothing_else() -> None:
-    pages = torch.full((3, 4, 2, 5), 9.0), torch.full((3, 4, 2, 5), 9.0)
-    keys, values = torch.from_numpy(normal(3, 2, 5)), torch.from_numpy(normal(3, 2, 5))
-    OPS.store_kv(keys, values, pages, SimpleNamespace(slot_mapping=torch.tensor([11, -1, 2])))
-    for page, rows in zip(pages, (keys, values), strict=True):
-        flat = page.view(12, 2, 5)
-        assert torch.equal(flat[11], rows[0])
-        assert torch.equal(flat[2], rows[2])
-        untouched = [i for i in range(12) if i not in (11, 2)]
-        assert bool((flat[untouched] == 9.0).all())
+TYPES = [*KV_TYPES, "k=q8_0,v=q4_0"]
+
+
+def stored(kv_type: str, keys: np.ndarray, values: np.ndarray | None, slots: list[int], latent: int = 0) -> ReferencePages:
+    """Pages of 3 · 4 slots with these rows in them."""
+    pages = OPS.kv_pages(3, 4, keys.shape[1], keys.shape[2], kv_type, latent)
+    rows = [side if side is None else torch.from_numpy(side) for side in (keys, values)]
+    OPS.store_kv(*rows, pages, SimpleNamespace(slot_mapping=torch.tensor(slots)))
+    return pages
+
+
+@pytest.mark.parametrize("kv_type", TYPES)
+def test_store_kv_skips_slot_minus_one_and_touches_nothing_else(kv_type: str) -> None:
+    before = normal(12, 2, 64)
+    pages = stored(kv_type, before, -before, list(range(12)))
+    old = [side.read(torch.arange(12)) for side in (pages.keys, pages.values)]
+    keys, values = 4 * normal(3, 2, 64), 4 * normal(3, 2, 64)
+    slots = SimpleNamespace(slot_mapping=torch.tensor([11, -1, 2]))
+    OPS.store_kv(torch.from_numpy(keys), torch.from_numpy(values), pages, slots)
+    for side, was, rows in zip((pages.keys, pages.values), old, (keys, values), strict=True):
+        now = side.read(torch.arange(12))
+        changed = [i for i in range(12) if not torch.equal(now[i], was[i])]
+        assert changed == [2, 11]
+        step = np.abs(rows[[2, 0]]).max() / 4
+        assert np.abs(now[[2, 11]].numpy() - rows[[2, 0]]).max() < step
+
+
+@pytest.mark.parametrize("kv_type", TYPES)
+def test_pages_hold_what_the_native_ones_do(kv_type: str) -> None:
+    """Within a step of the type's, where the middle of two codes is rounded to either side."""
+    rows = normal(12, 2, 64)
+    keys, values = sides_of(kv_type)
+    ours, theirs = stored(kv_type, rows, 2 * rows, list(range(12))), native.KvPages(1, 2, 64, keys, 0, values)
+    native.store_kv("generic", theirs, rows, 2 * rows, np.arange(12))
+    both = zip((ours.keys, ours.values), native.load_kv("generic", theirs, np.arange(12)), strict=True)
+    for side, expected in both:
+        found = side.read(torch.arange(12)).numpy()
+        assert (np.abs(found - expected) > 1e-5).any(axis=-1).mean() < 0.1
+        np.testing.assert_allclose(found, expected, atol=0.5 * np.abs(rows).max())
+
+
+@pytest.mark.parametrize("kv_type", TYPES)
+def test_a_page_is_copied_whole(kv_type: str) -> None:
+    rows = normal(12, 2, 64)
+    pages = stored(kv_type, rows, -rows, list(range(12)))
+    OPS.copy_page(pages, 2, 0)
+    for side in (pages.keys, pages.values):
+        now = side.read(torch.arange(12))
+        assert torch.equal(now[:4], now[8:])
+        assert not torch.equal(now[4:8], now[8:])
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+def test_latent_values_are_the_first_of_the_keys(kv_type: str) -> None:
+    pages = stored(kv_type, normal(12, 1, 96), None, list(range(12)), latent=64)
+    assert torch.equal(pages.values.read(torch.arange(5)), pages.keys.read(torch.arange(5))[..., :64])
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+def test_what_is_not_finite_stays_seen_in_its_row(kv_type: str) -> None:
+    rows = normal(12, 2, 64)
+    rows[3, 0, 7], rows[5, 1, 9] = np.nan, np.inf
+    found = stored(kv_type, rows, rows, list(range(12))).keys.read(torch.arange(12)).isfinite().all(-1)
+    assert sorted(map(tuple, (~found).nonzero().tolist())) == [(3, 0), (5, 1)]
+
+
+@pytest.mark.parametrize("block", [1, 2, 32, 64])
+def test_a_rotation_is_hadamards_and_its_own_inverse(block: int) -> None:
+    matrix = np.ones((1, 1))
+    while len(matrix) < block:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    x = normal(3, 2, 64)
+    expected = (x.reshape(-1, block) @ matrix / block**0.5).reshape(x.shape)
+    close(rotate(torch.from_numpy(x), block), expected)
+    close(rotate(rotate(torch.from_numpy(x), block), block), x)
 
 
 def plain_attention(
@@ -150,7 +218,10 @@ def test_attention_over_scattered_pages(
 ) -> None:
     """Two sequences with shuffled pages, one decoding, one in the middle of its prompt."""
     block_size, head_dim = 4, 8
-    key_pages, value_pages = (torch.from_numpy(normal(9, block_size, kv_heads, head_dim)) for _ in range(2))
+    pages = OPS.kv_pages(9, block_size, kv_heads, head_dim, "f32")
+    for side in (pages.keys, pages.values):
+        side.store(torch.arange(36), torch.from_numpy(normal(36, kv_heads, head_dim)))
+    key_pages, value_pages = (side.numbers.view(9, block_size, kv_heads, head_dim) for side in (pages.keys, pages.values))
     tables = [[7, 2, 5], [0, 8]]
     context_lens, num_queries = [11, 6], [1, 4]
     queries = normal(sum(num_queries), heads, head_dim)
@@ -164,7 +235,7 @@ def test_attention_over_scattered_pages(
     )
     sinks = np.linspace(-3, 3, heads, dtype=np.float32) if with_sinks else None
     given = torch.from_numpy(sinks) if with_sinks else None
-    y = OPS.attention(torch.from_numpy(queries), (key_pages, value_pages), batch, 0.3, window, cap, given)
+    y = OPS.attention(torch.from_numpy(queries), pages, batch, 0.3, window, cap, given)
     begin = 0
     for table, length, count in zip(tables, context_lens, num_queries, strict=True):
         k = key_pages[table].reshape(-1, kv_heads, head_dim)[:length].numpy()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from llmctl.kernels.attention import BatchDescription
+from llmctl.kernels.store_kv._reference import Side
 
 
 def attention(
     queries: torch.Tensor,
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
+    key_pages: Side,
+    value_pages: Side,
     batch: BatchDescription,
     scale: float,
     sliding_window: int | None = None,
@@ -18,13 +19,12 @@ def attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of every sequence of the batch over its own pages; see the contract for shapes."""
-    out = queries.new_empty(*queries.shape[:2], value_pages.shape[-1])
+    out = queries.new_empty(*queries.shape[:2], value_pages.width)
     for s, context_len in enumerate(batch.context_lens):
         begin, end = batch.cu_seqlens_q[s], batch.cu_seqlens_q[s + 1]
         first_key = 0 if sliding_window is None else max(0, context_len - (end - begin) - sliding_window + 1)
         slots = _slots(batch.block_tables[s], first_key, context_len, batch.block_size)
-        keys = key_pages.view(-1, *key_pages.shape[2:])[slots].float()
-        values = value_pages.view(-1, *value_pages.shape[2:])[slots].float()
+        keys, values = key_pages.read(slots), value_pages.read(slots)
         attended = attention_of_sequence(queries[begin:end].float(), keys, values, scale, sliding_window, softcap, sinks)
         out[begin:end] = attended.to(queries.dtype)
     return out

@@ -3,8 +3,10 @@
 // A page holds 16 tokens of one layer: [kv head][key part | value part], each part a multiple of 64 bytes.
 //   keys    transposed, [head_dim][16 tokens]: 16 keys are 16 lanes
 //   values  [16 tokens][head_dim padded to 16, the padding 0]
-//   Q8_0    int8 codes in the same order behind their f16 scales, one for 32 columns of a token's head:
-//           keys f16[head_dim / 32][16 tokens], values f16[16 tokens][head_dim / 32] (rounded up); value = scale * code
+//   Q8_0, Q5_1, Q4_0   blocks of 32 columns of a token's head (attention_elements.inl.hpp) behind their f16 scales:
+//           keys f16[1 or 2][blocks][16 tokens], bytes [blocks][32 or 16][16 tokens], fifth bits [blocks][4][16 tokens]
+//           values f16[1 or 2][16 tokens][blocks], bytes [16 tokens][blocks][32 or 16], fifth bits [16 tokens][blocks][4]
+//   Q4_0    keeps rows that were rotated; queries and results are rotated as well
 //   latent  keys alone: the values are their first `latent` columns (DeepSeek-V2's compressed cache)
 // The kernels "avx512bf16" and "amx" keep BF16 in another order and as many bytes, see attention_bf16_pages.inl.hpp.
 //
@@ -20,7 +22,7 @@
 
 namespace llmctl {
 
-enum class KvType : int32_t { F32, F16, BF16, Q8_0 };
+enum class KvType : int32_t { F32, F16, BF16, FP8, Q8_0, Q5_1, Q4_0 };
 
 constexpr int64_t kPageTokens = 16;
 constexpr int64_t kKeyTile = 64;
@@ -28,10 +30,12 @@ constexpr int64_t kPartition = 512;
 constexpr int64_t kMaxHeadDim = 576;   // head_dim is a multiple of 8
 
 struct KvShape {
-  KvType type;
+  KvType key_type;
+  KvType value_type;
   int64_t kv_heads;
   int64_t head_dim;
   int64_t latent = 0;   // > 0: no values are kept, they are so many of the keys' columns
+  bool rotates = true;  // Q4_0
 };
 
 // One layer's pages: page p begins at data + p * page_stride. `data` and the stride are multiples of 64.
@@ -44,16 +48,39 @@ struct KvPages {
 // Internal linkage: a copy compiled for one instruction set must not serve the others.
 static inline int64_t padded_head_dim(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 static inline int64_t kv_value_dim(const KvShape& shape) { return shape.latent ? shape.latent : shape.head_dim; }
-static inline int64_t kv_scales(const KvShape& shape) { return (shape.head_dim + 31) / 32; }   // of one token's head, Q8_0
-static inline int64_t kv_element_bytes(KvType type) { return type == KvType::F32 ? 4 : type == KvType::Q8_0 ? 1 : 2; }
-
-static inline int64_t kv_part_bytes(const KvShape& shape, int64_t columns) {
-  int64_t scales = shape.type == KvType::Q8_0 ? kv_scales(shape) * kPageTokens * 2 : 0;
-  return (scales + columns * kPageTokens * kv_element_bytes(shape.type) + 63) / 64 * 64;
+static inline int64_t kv_blocks(int64_t head_dim) { return (head_dim + 31) / 32; }
+static inline bool kv_is_block(KvType type) { return type >= KvType::Q8_0; }
+static inline int64_t kv_scale_bytes(KvType type, int64_t head_dim) {   // of a page's head, one side
+  return kv_is_block(type) ? kv_blocks(head_dim) * kPageTokens * (type == KvType::Q5_1 ? 4 : 2) : 0;
 }
-static inline int64_t kv_key_bytes(const KvShape& shape) { return kv_part_bytes(shape, shape.head_dim); }
+static inline int64_t kv_code_bytes(KvType type, int64_t columns) {
+  switch (type) {
+    case KvType::F32: return 4 * columns * kPageTokens;
+    case KvType::F16: case KvType::BF16: return 2 * columns * kPageTokens;
+    case KvType::FP8: return columns * kPageTokens;
+    case KvType::Q8_0: return 32 * kv_blocks(columns) * kPageTokens;
+    case KvType::Q5_1: return 20 * kv_blocks(columns) * kPageTokens;
+    case KvType::Q4_0: return 16 * kv_blocks(columns) * kPageTokens;
+  }
+  return 0;
+}
+static inline int64_t kv_part_bytes(KvType type, int64_t columns) {
+  return (kv_scale_bytes(type, columns) + kv_code_bytes(type, columns) + 63) / 64 * 64;
+}
+static inline int64_t kv_key_bytes(const KvShape& shape) { return kv_part_bytes(shape.key_type, shape.head_dim); }
 static inline int64_t kv_head_bytes(const KvShape& shape) {
-  return kv_key_bytes(shape) + (shape.latent ? 0 : kv_part_bytes(shape, padded_head_dim(shape.head_dim)));
+  return kv_key_bytes(shape) + (shape.latent ? 0 : kv_part_bytes(shape.value_type, padded_head_dim(shape.head_dim)));
+}
+
+// Numbers that are rotated together, 0 where rows are kept as they are: the largest power of two that divides a row, and of
+// latent pages its values as well.
+static inline int64_t kv_key_rotation(const KvShape& shape) {
+  int64_t sizes = shape.head_dim | shape.latent;
+  return shape.rotates && shape.key_type == KvType::Q4_0 ? sizes & -sizes : 0;
+}
+static inline int64_t kv_value_rotation(const KvShape& shape) {
+  if (shape.latent) return kv_key_rotation(shape);
+  return shape.rotates && shape.value_type == KvType::Q4_0 ? shape.head_dim & -shape.head_dim : 0;
 }
 static inline int64_t kv_page_bytes(const KvShape& shape) { return shape.kv_heads * kv_head_bytes(shape); }
 
@@ -133,7 +160,7 @@ static inline int64_t attention_partial_floats(const KvShape& shape) { return pa
 static inline int64_t attention_scratch_floats(int64_t num_heads, const KvShape& shape) {
   int64_t rows = attention_max_rows(num_heads, shape), lanes = (rows + 15) / 16 * 16, width = padded_head_dim(shape.head_dim);
   int64_t floats = rows * (3 * width + kKeyTile + 16) + kKeyTile * (shape.head_dim + width) + 6 * lanes;
-  if (shape.type != KvType::BF16) return floats;
+  if (shape.key_type != KvType::BF16 || shape.value_type != KvType::BF16) return floats;
   int64_t tiles = kBlockRows * (kScoreFloats + width + 2) + (rows + kPartition) * width / 2 + rows * width + 2 * lanes;
   return floats < tiles ? tiles : floats;   // the latter for attention_bf16.inl.hpp
 }

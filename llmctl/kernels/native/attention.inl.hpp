@@ -34,16 +34,28 @@ inline void multiply_block(const float* a, int64_t a_stride, int64_t count, cons
       sums[r][v] = factors ? mul(set_f32(factors[r]), load_f32(c + r * c_stride + 16 * v)) : zero_f32();
     }
   }
-  for (int64_t k = 0; k < count; ++k) {
+  auto add_row = [&](int64_t k, auto at) __attribute__((always_inline)) {
     F32 row[V];
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) row[v] = b.at(k, v);
+    for (int v = 0; v < V; ++v) row[v] = at(v);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       F32 factor = set_f32(a[r * a_stride + k]);
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) sums[r][v] = fma(factor, row[v], sums[r][v]);
     }
+  };
+  if constexpr (Rows::kBlocks) {   // their scales are read once
+    for (int64_t first = 0; first < count; first += 32) {
+      Scales scales[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) scales[v] = b.scales(first / 32, v);
+      const int64_t middle = smaller(first + 16, count), last = smaller(first + 32, count);
+      for (int64_t k = first; k < middle; ++k) add_row(k, [&](int v) { return b.template at_scaled<false>(k, v, scales[v]); });
+      for (int64_t k = middle; k < last; ++k) add_row(k, [&](int v) { return b.template at_scaled<true>(k, v, scales[v]); });
+    }
+  } else {
+    for (int64_t k = 0; k < count; ++k) add_row(k, [&](int v) { return b.at(k, v); });
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -141,6 +153,7 @@ class ItemRun {
       for (int64_t d = 0; d < dim; d += 16) {
         store_f32(queries_ + r * width_ + d, mul(load_f32_first(query + d, int(smaller(16, dim - d))), factor));
       }
+      rotate_blocks(queries_ + r * width_, dim, kv_key_rotation(shape_));
     }
   }
 
@@ -217,8 +230,8 @@ class ItemRun {
       rows = smaller(rows, last * group_ - row);
       int64_t begin = low(start, row / group_) / 16, end = (high(start, (row + rows - 1) / group_) + 15) / 16;
       if (direct()) {
-        with_element(shape_.type, [&](auto element) {
-          score_block(row, rows, begin, end, PageKeys<decltype(element)>{heads_});
+        with_element(shape_.key_type, [&](auto element) {
+          score_block(row, rows, begin, end, PageKeys<decltype(element)>{heads_, kv_blocks(shape_.head_dim)});
         });
       } else {
         score_block(row, rows, begin, end, LoadedRows{keys_, kKeyTile});
@@ -289,7 +302,7 @@ class ItemRun {
     const float* factors = factors_ + first;
     for (int64_t key = begin; key < end; factors = kOnes) {
       int64_t next = smaller((key / kPageTokens + 1) * kPageTokens, end);
-      with_element(shape_.type, [&](auto element) {
+      with_element(shape_.value_type, [&](auto element) {
         auto values = page_values<decltype(element)>(shape_, heads_[key / kPageTokens], key % kPageTokens, values_);
         multiply(last - first, value_width_ / 16, scores_ + first * kKeyTile + key, kKeyTile, next - key, values, factors,
                  partition_.rows + first * value_width_, value_width_);
@@ -333,6 +346,7 @@ class ItemRun {
       float* out = call_.out + (sequence_.first_query + item_.first_query + r / group_) * call_.out_stride +
                    head * dim;
       write_row(total_.rows + r * value_width_, row_factor(call_, head, total_.maxima[r], total_.sums[r]), dim, out);
+      rotate_blocks(out, dim, kv_value_rotation(shape_));
     }
   }
 

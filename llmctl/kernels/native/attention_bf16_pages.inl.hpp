@@ -11,7 +11,8 @@ namespace llmctl::LLMCTL_ISA {
 constexpr int64_t kTileBytes = 1024;   // 16 rows of 64 bytes
 
 inline bool pair_pages(const KvShape& shape) {
-  return shape.type == KvType::BF16 && shape.head_dim % 32 == 0 && shape.latent % 32 == 0;
+  const bool pairs = shape.key_type == KvType::BF16 && shape.value_type == KvType::BF16;
+  return pairs && shape.head_dim % 32 == 0 && shape.latent % 32 == 0;
 }
 
 inline void store_pair_key(const KvShape& shape, const PageHead& head, int64_t offset, const float* key) {

@@ -4,6 +4,7 @@
 #include <math.h>
 
 #include "attention.hpp"
+#include "attention_rotation.inl.hpp"
 #include "vector_math.inl.hpp"
 
 namespace llmctl::LLMCTL_ISA {
@@ -64,7 +65,9 @@ inline void merge_item(const AttentionCall& call, const AttentionMerge& merge, c
   store_f32(second, maximum);
   const AttentionSequence& sequence = call.sequences[merge.sequence];
   float factor = row_factor(call, merge.head, second[0], first[0]);
-  write_row(total, factor, dim, call.out + (sequence.first_query + merge.query) * call.out_stride + merge.head * dim);
+  float* out = call.out + (sequence.first_query + merge.query) * call.out_stride + merge.head * dim;
+  write_row(total, factor, dim, out);
+  rotate_blocks(out, dim, kv_value_rotation(call.pages.shape));
 }
 
 }  // namespace llmctl::LLMCTL_ISA

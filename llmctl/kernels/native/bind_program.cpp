@@ -1,6 +1,7 @@
 // Programs for Python: plan.py builds them, NativeOps runs them.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -9,6 +10,7 @@
 #include <atomic>
 #include <functional>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -336,8 +338,12 @@ void bind_program(nb::module_& m) {
       .value("Join", RowKind::Join)
       .value("Gather", RowKind::Gather);
   nb::class_<KvMemory>(m, "KvPages")
-      .def(nb::init<int64_t, int64_t, int64_t, const std::string&, int64_t>(), nb::arg("num_pages"), nb::arg("kv_heads"),
-           nb::arg("head_dim"), nb::arg("type"), nb::arg("latent") = 0)
+      .def("__init__",   // value_type: None for that of the keys
+           [](KvMemory* self, int64_t num_pages, int64_t kv_heads, int64_t head_dim, const std::string& type, int64_t latent,
+              const std::optional<std::string>& value_type, bool rotates) {
+             new (self) KvMemory(num_pages, kv_heads, head_dim, type, value_type.value_or(type), latent, rotates);
+           }, nb::arg("num_pages"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("type"), nb::arg("latent") = 0,
+           nb::arg("value_type") = nb::none(), nb::arg("rotates") = true)
       .def_prop_ro("head_dim", [](const KvMemory& self) { return self.pages().shape.head_dim; })
       .def_prop_ro("latent", [](const KvMemory& self) { return self.pages().shape.latent; })
       .def("copy_page", &KvMemory::copy_page, nb::arg("source"), nb::arg("target"))

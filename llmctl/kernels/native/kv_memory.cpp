@@ -6,22 +6,25 @@
 #include <cstring>
 #include <new>
 #include <stdexcept>
+#include <utility>
 
 namespace llmctl {
 namespace {
 
 KvType type_named(const std::string& name) {
-  if (name == "f32") return KvType::F32;
-  if (name == "f16") return KvType::F16;
-  if (name == "bf16") return KvType::BF16;
-  if (name == "q8_0") return KvType::Q8_0;
-  throw std::invalid_argument("KV pages are f32, f16, bf16 or q8_0, not " + name);
+  static const std::pair<const char*, KvType> kTypes[] = {{"f32", KvType::F32},   {"f16", KvType::F16},   {"bf16", KvType::BF16},
+                                                          {"fp8", KvType::FP8},   {"q8_0", KvType::Q8_0}, {"q5_1", KvType::Q5_1},
+                                                          {"q4_0", KvType::Q4_0}};
+  for (const auto& [known, type] : kTypes)
+    if (name == known) return type;
+  throw std::invalid_argument("KV pages are f32, f16, bf16, fp8, q8_0, q5_1 or q4_0, not " + name);
 }
 
 }  // namespace
 
-KvMemory::KvMemory(int64_t num_pages, int64_t kv_heads, int64_t head_dim, const std::string& type, int64_t latent)
-    : pages_{{type_named(type), kv_heads, head_dim, latent}, nullptr, 0}, bytes_(0) {
+KvMemory::KvMemory(int64_t num_pages, int64_t kv_heads, int64_t head_dim, const std::string& key_type,
+                   const std::string& value_type, int64_t latent, bool rotates)
+    : pages_{{type_named(key_type), type_named(value_type), kv_heads, head_dim, latent, rotates}, nullptr, 0}, bytes_(0) {
   if (head_dim <= 0 || head_dim > kMaxHeadDim || head_dim % 8)
     throw std::invalid_argument("head_dim must be a multiple of 8 up to " + std::to_string(kMaxHeadDim) + ", found " +
                                 std::to_string(head_dim));

@@ -10,9 +10,10 @@ namespace llmctl {
 
 class KvMemory {
  public:
-  // type: f32, f16, bf16 or q8_0. latent: of KvShape. std::invalid_argument for another type, or sizes that attention.hpp
-  // excludes; std::bad_alloc where the address space does not hold it.
-  KvMemory(int64_t num_pages, int64_t kv_heads, int64_t head_dim, const std::string& type, int64_t latent = 0);
+  // Types: f32, f16, bf16, fp8, q8_0, q5_1 or q4_0. latent, rotates: of KvShape. std::invalid_argument for another type, or sizes
+  // that attention.hpp excludes; std::bad_alloc where the address space does not hold it.
+  KvMemory(int64_t num_pages, int64_t kv_heads, int64_t head_dim, const std::string& key_type, const std::string& value_type,
+           int64_t latent, bool rotates);
   ~KvMemory();
   KvMemory(const KvMemory&) = delete;
   KvMemory& operator=(const KvMemory&) = delete;

@@ -95,7 +95,8 @@ int Program::add_buffer(int64_t width, Domain domain) {
 int Program::shared_plan(const KvShape& shape, int group, int64_t num_heads, int64_t window) {
   for (size_t i = 0; i < plans_.size(); i++) {
     const SharedPlan& p = plans_[i];
-    const bool same = p.shape.type == shape.type && p.shape.kv_heads == shape.kv_heads && p.shape.head_dim == shape.head_dim;
+    const bool same = p.shape.key_type == shape.key_type && p.shape.value_type == shape.value_type &&
+                      p.shape.latent == shape.latent && p.shape.kv_heads == shape.kv_heads && p.shape.head_dim == shape.head_dim;
     if (same && p.group == group && p.num_heads == num_heads && p.window == window) return static_cast<int>(i);
   }
   plans_.push_back({shape, group, num_heads, window, {}});

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llmctl.kernels.kv_types import row_bytes, sides_of
+
 BLOCK_SIZE = 16
 """Tokens in a page."""
 PREFILL_CHUNK = 512
 """Tokens of prompts that run in one step, where nothing else is asked for."""
-
-# Bytes per element of a cache type: block types store whole blocks along head_dim.
-_PLAIN = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "fp8": 1.0}
-_BLOCK = {"q8_0": (32, 34), "q5_1": (32, 24), "q5_0": (32, 22), "q4_1": (32, 20), "q4_0": (32, 18)}
-KV_TYPES = (*_PLAIN, *_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -46,19 +43,11 @@ def group_layers(layers: Sequence[LayerShape]) -> tuple[LayerGroup, ...]:
     )
 
 
-def row_bytes(elements: int, kv_type: str) -> int | None:
-    """Bytes of one head's vector of `elements` numbers; None where the type's blocks do not divide it."""
-    if kv_type in _PLAIN:
-        return int(elements * _PLAIN[kv_type])
-    per_block, block_bytes = _BLOCK[kv_type]
-    blocks, rest = divmod(elements, per_block)
-    return None if rest else blocks * block_bytes
-
-
 def layer_bytes_per_token(layer: LayerShape, kv_type: str) -> int | None:
     """Bytes of keys and values one token adds to a layer; None where the type does not fit head_dim."""
-    row = row_bytes(layer.head_dim, kv_type)
-    return None if row is None else (1 if layer.latent else 2) * layer.num_kv_heads * row
+    sides = sides_of(kv_type)
+    rows = [row_bytes(layer.head_dim, side) for side in (sides[:1] if layer.latent else sides)]
+    return None if None in rows else layer.num_kv_heads * sum(row for row in rows if row is not None)
 
 
 def bytes_per_token(layers: Sequence[LayerShape], kv_type: str) -> int | None:

@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from llmctl.kernels._reference import ReferenceOps
+from llmctl.kernels._reference import ReferenceOps, ReferencePages
 from llmctl.kernels.attention import BatchDescription, PageMap
+from llmctl.kernels.formats.codecs import dequantize, quantize
+from llmctl.kernels.formats.spec import FORMATS
 from llmctl.kernels.native import _native as native
+from llmctl.kernels.store_kv._reference_pages import PlainPages
 
 PAGE = 16
-TYPES = ["f32", "f16", "bf16", "q8_0"]
+TYPES = ["f32", "f16", "bf16", "fp8", "q8_0", "q5_1", "q4_0"]
+SIDES = ["q8_0,q4_0", "f16,q5_1", "bf16,q8_0"]
+"""Keys of one type, values of another."""
 ROUNDING = ("amx", "avx512bf16")
 every_isa = pytest.mark.parametrize("isa", native.available_isas())
 
@@ -93,7 +98,8 @@ class Sequences:
         queries = np.concatenate([self.queries[s][first:last] for s, (first, last) in enumerate(ranges)])
         if self.rounds:
             queries = torch.from_numpy(queries).bfloat16().float().numpy()
-        pages = torch.from_numpy(key_pages), torch.from_numpy(value_pages)
+        sides = (numbers.reshape(-1, *numbers.shape[2:]) for numbers in (key_pages, value_pages))
+        pages = ReferencePages(PAGE, *(PlainPages((0, 0, 0), "f32", "cpu", torch.from_numpy(side)) for side in sides))
         batch = describe(ranges, [torch.from_numpy(table) for table in self.tables])
         scale = queries.shape[-1] ** -0.5
         sinks = None if self.sink_scores is None else torch.from_numpy(self.sink_scores)
@@ -121,7 +127,8 @@ def make(
     counts = [-(-length // PAGE) for length in lengths]
     numbers = rng.permutation(sum(counts) + 3).astype(np.int64)
     tables = np.split(numbers[: sum(counts)], np.cumsum(counts)[:-1])
-    pages = native.KvPages(len(numbers), kv_heads, head_dim, type, options.get("latent", 0))
+    key_type, _, value_type = type.partition(",")
+    pages = native.KvPages(len(numbers), kv_heads, head_dim, key_type, options.get("latent", 0), value_type or None)
     native.fill_pages(pages, 0xFF)
 
     def normal(*shape: int) -> np.ndarray:
@@ -142,7 +149,7 @@ def assert_right(sequences: Sequences, ours: np.ndarray, ranges: list[tuple[int,
 
 
 @every_isa
-@pytest.mark.parametrize("type", TYPES)
+@pytest.mark.parametrize("type", TYPES + SIDES)
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(64, 2), (80, 1), (24, 3), (256, 1)])
 def test_a_prompt_in_one_call(isa: str, type: str, head_dim: int, kv_heads: int) -> None:
     sequences = make(isa, [150], 3 * kv_heads, kv_heads, head_dim, type)
@@ -152,7 +159,7 @@ def test_a_prompt_in_one_call(isa: str, type: str, head_dim: int, kv_heads: int)
 @every_isa
 @pytest.mark.parametrize("head_dim", [8, 16, 32, 40, 72, 96, 112, 128, 160, 192, 512])
 def test_every_head_dim(isa: str, head_dim: int) -> None:
-    for type in (own(isa, "f16"), "q8_0"):
+    for type in (own(isa, "f16"), "q8_0", "q5_1,q4_0"):
         sequences = make(isa, [70], 2, 1, head_dim, type)
         assert_right(sequences, sequences.attend([(0, 70)]), [(0, 70)])
 
@@ -225,6 +232,7 @@ def test_several_sequences_of_different_lengths(isa: str, type: str) -> None:
 @pytest.mark.parametrize(
     ("type", "options"),
     [("f32", {}), ("f16", {}), ("q8_0", {}), ("f16", {"window": 70}), ("q8_0", {"window": 530})]
+    + [(type, {}) for type in ("fp8", "q5_1", "q4_0", "q8_0,q4_0")]
     + [("bf16", options) for options in ({}, {"window": 70}, {"window": 530}, {"softcap": 5.0})]
     + [(type, {"sinks": True}) for type in TYPES],
 )
@@ -463,6 +471,60 @@ def test_latent_pages_keep_the_keys_alone(type: str) -> None:
         native.KvPages(10, 1, 64, type, latent=65)
 
 
-def test_pages_of_q8_0_are_about_half_of_f16() -> None:
-    sizes = {type: native.KvPages(10, 2, 64, type).nbytes for type in TYPES}
-    assert sizes == {"f32": 10 * 2 * 8192, "f16": 10 * 2 * 4096, "bf16": 10 * 2 * 4096, "q8_0": 10 * 2 * 2176}
+def test_pages_take_the_bytes_of_their_types() -> None:
+    """For 64 numbers: two blocks of 34, 24 or 18 bytes."""
+    sizes = {type: native.KvPages(10, 2, 64, type).nbytes / (10 * 2 * 2 * PAGE) for type in TYPES}
+    assert sizes == {"f32": 256, "f16": 128, "bf16": 128, "fp8": 64, "q8_0": 68, "q5_1": 48, "q4_0": 36}
+    assert native.KvPages(10, 2, 64, "q8_0", value_type="q4_0").nbytes == 10 * 2 * PAGE * (68 + 36)
+
+
+@every_isa
+@pytest.mark.parametrize("type", ["q8_0", "q5_1", "q4_0"])
+def test_blocks_hold_what_files_of_the_format_would(isa: str, type: str) -> None:
+    """But for rounding at the middle of two codes: files round away from zero."""
+    rows = np.random.default_rng(4).standard_normal((40, 2, 96), dtype=np.float32)
+    rows[3] = 0
+    rows[4, 0] = 2.5
+    rows[5] *= np.float32(1e-30)
+    pages = native.KvPages(3, 2, 96, type, rotates=False)
+    slots = np.arange(40) + 8
+    native.store_kv(isa, pages, rows, rows[::-1].copy(), slots)
+    expected = dequantize(quantize(rows.reshape(80, 96), FORMATS[type.upper()])).reshape(rows.shape)
+    step = np.abs(rows).max(-1, keepdims=True) / {"q8_0": 127, "q5_1": 15, "q4_0": 8}[type]
+    for stored, wanted in zip(native.load_kv(isa, pages, slots), (expected, expected[::-1]), strict=True):
+        assert (stored != wanted).mean() < 0.01
+        assert (np.abs(stored - wanted) < 1.01 * np.maximum(step, step[::-1]) + 1e-12).all()
+
+
+@every_isa
+def test_fp8_is_rounded_to_nearest_even_and_keeps_to_its_range(isa: str) -> None:
+    rows = (np.random.default_rng(5).standard_normal((16, 1, 64)) * 10.0 ** np.linspace(-4, 2, 64)).astype(np.float32)
+    rows[0, 0, :8] = [448, 463, 465, -1e6, 2.0**-9, 2.0**-10, 3 * 2.0**-10, -0.0]
+    pages = native.KvPages(1, 1, 64, "fp8")
+    native.store_kv(isa, pages, rows, -rows, np.arange(16))
+    expected = torch.from_numpy(rows).clamp(-448, 448).to(torch.float8_e4m3fn).float().numpy()
+    keys, values = native.load_kv(isa, pages, np.arange(16))
+    np.testing.assert_array_equal(keys, expected)
+    np.testing.assert_array_equal(values, -expected)
+
+
+@every_isa
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 256])
+def test_a_rotation_brings_an_outlier_into_reach_of_four_bits(isa: str, head_dim: int) -> None:
+    """One dimension is 30 times the others, as keys have it: without a rotation its block keeps little else."""
+    rows = np.random.default_rng(6).standard_normal((16, 1, head_dim), dtype=np.float32)
+    rows[:, :, 5] *= 30
+    errors = {}
+    for rotates in (False, True):
+        pages = native.KvPages(1, 1, head_dim, "q4_0", rotates=rotates)
+        native.store_kv(isa, pages, rows, rows, np.arange(16))
+        keys, values = native.load_kv(isa, pages, np.arange(16))
+        np.testing.assert_array_equal(keys, values)
+        errors[rotates] = np.abs(np.delete(keys - rows, 5, axis=2)).mean()
+    assert errors[True] < 0.8 * errors[False]
+
+
+@every_isa
+def test_latent_pages_of_four_bits_are_rotated_by_what_divides_both_parts(isa: str) -> None:
+    sequences = make(isa, [100], 4, 1, 96, "q4_0", latent=64)
+    assert_right(sequences, sequences.attend([(0, 100)]), [(0, 100)])

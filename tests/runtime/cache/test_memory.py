@@ -13,7 +13,6 @@ from llmctl.runtime.cache.memory import (
     layer_bytes_per_token,
     least_bytes,
     plan_cache,
-    row_bytes,
 )
 
 
@@ -31,9 +30,9 @@ def test_sharing_kv_heads_costs_a_quarter() -> None:
 
 
 def test_block_types_store_whole_blocks_along_the_head() -> None:
-    assert row_bytes(64, "q8_0") == 68
-    assert row_bytes(64, "q4_0") == 36
-    assert row_bytes(80, "q8_0") is None
+    assert layer_bytes_per_token(LayerShape(2, 64), "q8_0") == 2 * 2 * 68
+    assert layer_bytes_per_token(LayerShape(2, 64), "k=q8_0,v=q4_0") == 2 * (68 + 36)
+    assert layer_bytes_per_token(LayerShape(1, 576, latent=512), "q8_0") == 18 * 34
     assert bytes_per_token([LayerShape(8, 80)], "q8_0") is None
     assert plan_cache([LayerShape(8, 80)], "q8_0", Demand(10)).nbytes is None
     assert least_bytes([LayerShape(8, 80)], "q8_0", 10) is None

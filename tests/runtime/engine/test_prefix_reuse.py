@@ -164,10 +164,10 @@ def logprobs(engine: Engine, prompt: list[int]) -> tuple[list[dict[int, float]],
     return seen, sequence.num_cached_tokens
 
 
-@pytest.mark.parametrize("backend", ["native", "reference"])
-def test_the_bits_are_those_of_a_run_without_a_cache(folder, backend):
+@pytest.mark.parametrize(("backend", "kv_type"), [("native", None), ("reference", None), ("native", "f16"), ("native", "q4_0")])
+def test_the_bits_are_those_of_a_run_without_a_cache(folder, backend, kv_type):
     """The reference's numbers depend on how many tokens share a call: it reuses whole steps only."""
-    model = load_model(folder, backend=backend, threads=2)
+    model = load_model(folder, backend=backend, kv_type=kv_type, threads=2)
     random = np.random.default_rng(1)
     prefix = random.integers(0, 250, 70).tolist()
     warm = Engine(model, prefill_chunk=32)

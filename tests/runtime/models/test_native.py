@@ -12,9 +12,10 @@ import pytest
 import torch
 from make_tiny_model import ROPES, make_tiny_model
 
+from llmctl.errors import UsageError
 from llmctl.runtime.engine import Engine
 from llmctl.runtime.engine.model_runner import compute_logits
-from llmctl.runtime.loading import LoadedModel, load_model
+from llmctl.runtime.loading import LoadedModel, load_model, open_model
 from llmctl.runtime.sampling.params import SamplingParams
 
 TOLERANCE = 1e-4
@@ -73,13 +74,47 @@ def test_logits_equal_the_reference(folder: Callable[..., Path], case: int) -> N
 
 @pytest.mark.parametrize(
     ("case", "kv_type"),
-    [(5, "f16"), *itertools.product([0, 9, len(LLAMA), len(LLAMA) + 4], ["f32", "f16", "q8_0"])],
+    [
+        (5, "f16"),
+        *itertools.product([0, 9, len(LLAMA), len(LLAMA) + 4], ["f32", "f16", "q8_0"]),
+        *itertools.product([0, len(LLAMA)], ["fp8", "k=q8_0,v=q4_0"]),
+    ],
 )
 def test_bits_depend_on_neither_chunks_nor_threads(folder: Callable[..., Path], case: int, kv_type: str) -> None:
     whole = compute_logits(native(folder(case), threads=1, kv_type=kv_type), IDS)
     for chunk, threads in ((1, 2), (7, 1), (33, 3)):
         model = native(folder(case), threads=threads, kv_type=kv_type)
         np.testing.assert_array_equal(compute_logits(model, IDS, chunk=chunk), whole)
+
+
+# How far logits are from those of a float32 cache, in standard deviations of the logits: at most so much, and no less than a
+# third of it. (Weights ten times as large as a trained model's make much of every error.)
+KV_TOLERANCES = {"f16": 0.002, "bf16": 0.02, "fp8": 0.25, "q8_0": 0.05, "q5_1": 0.3, "k=q8_0,v=q4_0": 0.4, "q4_0": 0.7}
+
+
+@pytest.mark.parametrize("kv_type", KV_TOLERANCES)
+def test_every_cache_type_is_as_close_as_its_bits_allow_on_both_backends(tmp_path: Path, kv_type: str) -> None:
+    """Heads of 64."""
+    path = make_tiny_model(tmp_path, "llama", head_dim=64, hidden_size=96)
+    exact = compute_logits(load_model(path, backend="reference"), IDS)
+    models = native(path, kv_type=kv_type), load_model(path, backend="reference", kv_type=kv_type)
+    found = [compute_logits(model, IDS) / exact.std() for model in models]
+    for model, logits in zip(models, found, strict=True):
+        assert model.kv_type == kv_type
+        error = np.sqrt(np.square(logits - exact / exact.std()).mean())
+        assert KV_TOLERANCES[kv_type] / 3 < error < KV_TOLERANCES[kv_type]
+    if kv_type != "bf16":  # whose queries and weights are rounded as well where products of pairs are native
+        assert np.abs(found[0] - found[1]).max() < 1e-3
+
+
+@pytest.mark.parametrize("head_dim", [80, 112, 16])
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_heads_that_blocks_do_not_divide_are_refused_at_start(tmp_path: Path, backend: str, head_dim: int) -> None:
+    path = make_tiny_model(tmp_path, "llama", head_dim=head_dim, hidden_size=96)
+    for kv_type in ("q8_0", "q5_1", "q4_0", "k=f16,v=q4_0"):
+        with pytest.raises(UsageError, match=f"{kv_type} keeps blocks of 32 numbers, which heads of {head_dim} are not made of"):
+            open_model(path, backend=backend, kv_type=kv_type)
+    open_model(path, backend=backend, kv_type="fp8")
 
 
 def test_a_batch_gives_each_sequence_what_it_gets_alone(folder: Callable[..., Path]) -> None:
