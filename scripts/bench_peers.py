@@ -7,7 +7,7 @@
 In a round every program does the test once, in the opposite order every other round; memory bandwidth is measured before and
 after (one GiB read by as many threads), and a round in which it moved by more than --steady is done again, up to three times
 as many rounds as asked for. Rates are medians; a ratio is the median of the rounds' ratios with their least and greatest;
-SHARE is what reading every weight once a token takes of the measured bandwidth.
+SHARE is what reading the weights that a token passes (of experts the chosen ones) takes of the measured bandwidth.
 
 Tests: ppN reads a prompt, tgN generates, @dM after M tokens in the cache; cold is the wall time of a whole process that
 answers a prompt of five tokens with one, files and tokenizer cached (its ratio is of the times). --growth adds tg32 from 512
@@ -40,6 +40,8 @@ from llmctl.runtime.benchmark import BenchTest
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.loading import read_config
 from llmctl.runtime.machine import cpu, default_threads
+from llmctl.runtime.models.active import active_weights
+from llmctl.runtime.models.weights import ModelWeights
 
 TESTS = "pp512,tg128,tg64@d4096,pp4096,cold"
 COLD = "cold"
@@ -130,13 +132,9 @@ def parse_test(text: str) -> BenchTest:
 
 
 def bytes_per_token(model: Path) -> int:
-    """Stored bytes of the weights that one token reads: all but an embedding that is not the head, of which it is a row."""
+    """Stored bytes of the weights that one token reads."""
     with open_checkpoint(model) as checkpoint:
-        entries = {entry.name: entry for entry in checkpoint.entries()}
-        total = checkpoint.total_bytes
-    table = entries.get("token_embd.weight") or entries.get("model.embed_tokens.weight")
-    has_head = "output.weight" in entries or "lm_head.weight" in entries
-    return total - table.nbytes + table.nbytes // table.shape[0] if table and has_head else total
+        return active_weights(ModelWeights(checkpoint)).nbytes
 
 
 def table(results: list[Result], peers: list[str], weight_bytes: int) -> list[str]:

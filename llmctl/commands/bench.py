@@ -27,6 +27,7 @@ from llmctl.errors import UsageError
 if TYPE_CHECKING:
     from llmctl.runtime.benchmark import BenchResult, BenchTest
     from llmctl.runtime.loading import LoadedModel, OpenedModel
+    from llmctl.runtime.models.active import Active
 
 Output = Literal["md", "json", "jsonl", "csv"]
 
@@ -162,14 +163,25 @@ def _measure(
     """Load the model and run its tests, one row each."""
     from llmctl.commands.answer import load_weights
     from llmctl.runtime.benchmark import run_test
+    from llmctl.runtime.models.active import active_weights
 
     model, _ = load_weights(opened, threads)
     label = os.path.basename(name or str(opened.checkpoint.path))  # noqa: PTH119 (a name need not be a path)
+    active = active_weights(opened.weights)
     for test in tests:
         for count in counts:
+            before = model.decoder.expert_counts()
             with console.progress(f"{label} {test.name}", count, unit="run") as bar:
                 result = run_test(model, test, count, warm_up=warm_up, seed=seed, progress=bar.update_to)
-            yield result, _row(model, result)
+            yield result, _row(model, result) | _activity(model, active, before)
+
+
+def _activity(model: LoadedModel, active: Active, before: list[list[int]]) -> dict[str, Any]:
+    """What a token reads, and of a mixture of experts who had how many tokens since `before`, the warm-up counted, layer by
+    layer."""
+    after = model.decoder.expert_counts()
+    tokens = [[new - old for new, old in zip(*layer, strict=True)] for layer in zip(after, before, strict=True)]
+    return {"active_params": active.parameters, "active_bytes": active.nbytes, "expert_tokens": tokens or None}
 
 
 def _row(model: LoadedModel, result: BenchResult) -> dict[str, Any]:

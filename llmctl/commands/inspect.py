@@ -43,6 +43,7 @@ def _report(checkpoint: Checkpoint) -> dict[str, Any]:
         "parameters": checkpoint.total_elements,
         "tensor_bytes": checkpoint.total_bytes,
         "bits_per_weight": _bits(checkpoint.total_bytes, checkpoint.total_elements),
+        "active": _active(checkpoint),
         "files": [{"path": str(file), "bytes": file.stat().st_size} for file in checkpoint.files],
         "types": _types(checkpoint),
         "tensors": [
@@ -57,6 +58,24 @@ def _report(checkpoint: Checkpoint) -> dict[str, Any]:
             for entry in checkpoint.entries()
         ],
     }
+
+
+def _active(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """What one token reads; None for a model that is none of those that run here."""
+    from llmctl.errors import LlmctlError
+    from llmctl.kernels.backend import KV_TYPES
+    from llmctl.runtime.cache.memory import bytes_per_token
+    from llmctl.runtime.models.active import active_weights
+    from llmctl.runtime.models.weights import ModelWeights
+
+    try:
+        weights = ModelWeights(checkpoint)
+        active = active_weights(weights)
+    except LlmctlError:
+        return None
+    kv_type = KV_TYPES["native"][0]
+    kv = bytes_per_token(weights.config.kv_layers(), kv_type)
+    return {"parameters": active.parameters, "bytes": active.nbytes, "kv_type": kv_type, "kv_bytes_per_token": kv}
 
 
 def _layout(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -150,9 +169,20 @@ def _print_summary(report: dict[str, Any]) -> None:
         ("tensors", f"{len(report['tensors'])}, {console.format_bytes(report['tensor_bytes'])}"),
         ("parameters", f"{report['parameters']} ({_millions(report['parameters'])})"),
         ("bits/weight", _two_digits(report["bits_per_weight"])),
+        *_active_row(report),
     ]
     for name, value in rows:
         console.result(f"{name:<12}  {value}")
+
+
+def _active_row(report: dict[str, Any]) -> list[tuple[str, str]]:
+    active, every = report["active"], report["parameters"]
+    if active is None:
+        return []
+    share = f"{100 * active['parameters'] / every:.0f} %" if every else "none"
+    read = f"{active['parameters']} ({share}), {console.format_bytes(active['bytes'])} read a token"
+    kept = f" and {console.format_bytes(active['kv_bytes_per_token'])} for each before it ({active['kv_type']} cache)"
+    return [("active", read + kept)]
 
 
 def _shown(value: Any) -> str:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 
 import pytest
+from make_tiny_model import make_tiny_model
 
 from llmctl.commands.bench import _model_type
 from llmctl.kernels.backend import default_kv_type
@@ -182,3 +183,15 @@ def test_ctrl_c_leaves_the_rows_there_are(llmctl_script, scripted):
     assert process.returncode == 130
     assert len((seen + rest).splitlines()) == 3
     assert b"Traceback" not in err
+
+
+def test_experts_are_counted_and_what_a_token_reads_is_said(call, tmp_path):
+    path = make_tiny_model(tmp_path / "sparse", "qwen3_moe", use_sliding_window=False)
+    done = call("bench", path, "-p", "20", "-n", "0", "-o", "json", *QUICK)
+    assert done.code == 0, done.err
+    (row,) = json.loads(done.out)
+    first, last = row["expert_tokens"]  # of layers 0 and 2: layer 1 has no experts
+    assert (len(first), sum(first)) == (8, 3 * 20)
+    assert sum(last) < sum(first)  # past the last attention only tokens go on whose logits are wanted
+    assert 0 < row["active_params"] < row["model_n_params"]
+    assert row["active_bytes"] == 4 * row["active_params"]

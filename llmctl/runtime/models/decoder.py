@@ -118,6 +118,11 @@ class Decoder:
         x = self.layers[-1].forward(x, batch, cache, self.tables, rows)
         return self._logits(self.norm.forward(x))
 
+    def expert_counts(self) -> list[list[int]]:
+        """Tokens that each expert had so far, for every layer that has experts, in order; of the last layer only tokens whose
+        logits were wanted pass any."""
+        return [layer.mlp.experts.counts.tolist() for layer in self.layers if isinstance(layer.mlp, SparseMlp)]
+
     def _logits(self, x: Array) -> Array:
         ops, config = self.ops, self.config
         logits = self.lm_head.forward(x)
