@@ -27,6 +27,8 @@ class Calibrated:
     facts: dict[str, Any]
     recipe: Recipe | None
     pure: bool
+    target_size: int | None
+    target_bpw: float | None
     bits: int
     group_size: int | None
     symmetric: bool
@@ -57,7 +59,7 @@ def carry_out_calibrated(request: Calibrated) -> None:
 
     started = time.perf_counter()
     _check_targets(request)
-    plan = make_calibrated_plan(_request(request))
+    plan = make_calibrated_plan(_request(request), _Fitting())
     output = _output(request, plan)
     _tell(request, plan)
     if request.dry_run:
@@ -82,12 +84,13 @@ def carry_out_calibrated(request: Calibrated) -> None:
 
 
 def _request(request: Calibrated) -> Any:
+    from llmctl.quant import gptq, grid_gptq
     from llmctl.quant.calibrated import Request, TextRequest
-    from llmctl.quant.gptq import DAMPING
     from llmctl.quant.module_solver import Method
     from llmctl.runtime.machine import default_threads
 
-    damping = DAMPING if request.damping is None else request.damping
+    usual = grid_gptq.DAMPING if request.form == "gguf" else gptq.DAMPING
+    damping = usual if request.damping is None else request.damping
     search = "range" if request.method == "rtn" else "error"
     return Request(
         path=request.path,
@@ -98,11 +101,20 @@ def _request(request: Calibrated) -> Any:
         symmetric=request.symmetric,
         recipe=request.recipe,
         pure=request.pure,
+        budget=_budget(request),
         text=TextRequest(request.calibration, request.num_samples, request.seq_len, request.seed),
         threads=request.threads or default_threads(),
         max_ram=request.max_ram,
         family=request.family,
     )
+
+
+def _budget(request: Calibrated) -> Any:
+    from llmctl.quant.fitting import Budget
+
+    if request.target_size is None and request.target_bpw is None:
+        return None
+    return Budget(request.target_size, request.target_bpw)
 
 
 def _check_targets(request: Calibrated) -> None:
@@ -139,9 +151,25 @@ def _tell(request: Calibrated, plan: CalibratedPlan) -> None:
     if plan.calibration is not None:
         found = plan.calibration
         console.info(f"Calibration: {len(found.rows)} rows, {found.num_tokens} tokens of {found.name}")
+    if plan.fitted is not None:
+        fitted, kept = plan.fitted, plan.output_plan.type_name
+        compared = f"; {fitted.recipe} as it is: {fitted.recipe_measured:.4f}" if fitted.recipe_measured is not None else ""
+        console.info(f"Types by measurement: {kept}. Divergence with all rounded to nearest: {fitted.measured:.4f}{compared}")
     if plan.memory is not None:
         spilled = ", activations on disk" if plan.memory.spill else ""
         console.info(f"Memory: up to {console.format_bytes(plan.memory.nbytes)}{spilled}")
+
+
+class _Fitting:
+    """Progress of what types are worth: a line now and then."""
+
+    def __init__(self) -> None:
+        self._told = 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if time.perf_counter() - self._told >= _TELL_EVERY_S:
+            self._told = time.perf_counter()
+            console.info(f"{what}: {done} of {total}")
 
 
 class _Layers:

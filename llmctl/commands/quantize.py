@@ -61,6 +61,14 @@ def quantize(
         str | None,
         typer.Option("--type", metavar="TYPE", help="Of a GGUF file, as in llmctl convert.", show_default="by --bits"),
     ] = None,
+    target_size: Annotated[
+        str | None,
+        typer.Option("--target-size", metavar="SIZE", help="Most bytes of a GGUF file; chooses types.", show_default=False),
+    ] = None,
+    target_bpw: Annotated[
+        float | None,
+        typer.Option("--target-bpw", metavar="BITS", min=2.0, max=16.0, help="The same in bits a weight.", show_default=False),
+    ] = None,
     output: OutputOption = None,
     symmetric: Annotated[
         bool | None,
@@ -125,10 +133,13 @@ def quantize(
     of_text = {"--calibration": calibration, "--save-imatrix": save_imatrix, "--max-ram": max_ram}
     of_gptq = {"--damping": damping is not None, "--activation-order": activation_order is not None}
     of_grids = {"--group-size": group_size, "--symmetric": symmetric is not None, "--per-tensor": per_tensor}
-    of_gguf = {"--type": type, "--pure": pure, "--imatrix": imatrix, "--pre": pre, "--drop-surplus": drop_surplus}
+    of_budget = {"--target-size": target_size, "--target-bpw": target_bpw}
+    _check_budget(method, of_budget, {"--type": type, "--bits": bits, "--pure": pure})
+    of_gguf = {**of_budget, "--type": type, "--pure": pure, "--imatrix": imatrix, "--pre": pre, "--drop-surplus": drop_surplus}
     _check_together(method, form, of_text, of_gptq, of_grids, of_gguf)
     recipe = _recipe(bits, type) if form == "gguf" else None
     ram = size_in_bytes(max_ram, "--max-ram")
+    size = size_in_bytes(target_size, "--target-size")
     path = resolve_model(model, progress=console.progress)
     facts: dict[str, Any] = {"command": "quantize", "input": str(path), "method": method, "pure": pure}
     facts["imatrix"] = str(imatrix) if imatrix else None
@@ -163,6 +174,8 @@ def quantize(
             facts=facts,
             recipe=recipe,
             pure=pure,
+            target_size=size,
+            target_bpw=target_bpw,
             bits=_DEFAULT_BITS if bits is None else bits,
             group_size=group_size,
             symmetric=method != "awq" if symmetric is None else symmetric,
@@ -221,8 +234,21 @@ def _check_together(method: str, form: str, *groups: dict[str, Any]) -> None:
         raise UsageError(f"{of_gguf[0]} is for GGUF files, not --format {form}")
     if method in ("gptq", "awq") and "--per-tensor" in of_grids:
         raise UsageError(f"--per-tensor is for --method rtn and ptq, not {method}")
-    if method != "rtn" and (others := [name for name in of_gguf if name not in ("--type", "--pure")]):
+    if method != "rtn" and (others := [name for name in of_gguf if name in ("--imatrix", "--pre", "--drop-surplus")]):
         raise UsageError(f"{others[0]} is for --method rtn, not {method}")
+
+
+def _check_budget(method: str, of_budget: dict[str, Any], others: dict[str, Any]) -> None:
+    """UsageError for a size that cannot be aimed at."""
+    from llmctl.errors import UsageError
+
+    asked = [name for name, value in of_budget.items() if value is not None]
+    if not asked:
+        return
+    if method == "rtn":
+        raise UsageError(f"{asked[0]} measures on text what types are worth: --method gptq, awq or ptq does, rtn does not")
+    if contradicted := [*asked[1:], *(name for name, value in others.items() if value)]:
+        raise UsageError(f"{asked[0]} and {contradicted[0]} contradict each other; leave one out")
 
 
 def _check_plain(resume: bool, report: Path | None) -> None:

@@ -15,6 +15,8 @@ from llmctl.errors import FormatError, LlmctlError, OutOfMemoryError, Unsupporte
 from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.quant.calibration import Calibration, read_calibration
 from llmctl.quant.convert import Plan, make_plan, write
+from llmctl.quant.fitting import Budget, Fitted, fit
+from llmctl.quant.head import head_module
 from llmctl.quant.imatrix import ImportanceMatrix
 from llmctl.quant.integer_grid import IntegerGrid
 from llmctl.quant.memory_plan import Demand, MemoryPlan, plan_memory
@@ -25,11 +27,11 @@ from llmctl.quant.pipeline import GROUPS_AT_ONCE, Job, run
 from llmctl.quant.quantized_folder import plan_quantized
 from llmctl.quant.quantized_gguf import gguf_targets, with_results
 from llmctl.quant.recipe import Recipe
-from llmctl.quant.results import Results
+from llmctl.quant.results import HEAD_LAYER, Results
 from llmctl.quant.source import open_source
 from llmctl.quant.statistics import Importances, write_imatrix
 from llmctl.quant.to_folder import FolderPlan, plan_folder
-from llmctl.quant.walk import Walk
+from llmctl.quant.walk import Walk, one_thread_each
 from llmctl.quant.work_folder import WorkFolder
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.output_file import free_bytes
@@ -39,6 +41,7 @@ from llmctl.runtime.models.topology import layer_modules, layer_topology
 from llmctl.runtime.models.weights import ModelWeights
 from llmctl.runtime.tokenizer import load_tokenizer
 
+FitProgress = Callable[[str, int, int], None]
 GROUP_SIZES = (128, 64, 32)
 """What is tried where none is asked for, the first that divides the rows of every quantized matrix."""
 _VERSION = 1  # of the algorithm: unfinished runs of another one are not gone on with
@@ -58,7 +61,8 @@ class TextRequest:
 @dataclass(frozen=True)
 class Request:
     """form: gguf or a name of LAYOUTS. bits, group_size, symmetric: of a packed folder's grid, group_size None for the largest
-    of GROUP_SIZES. recipe, pure: of a GGUF file. family: it is taken for one of."""
+    of GROUP_SIZES. recipe, pure: of a GGUF file; budget: its size, where that decides the types. family: it is taken for one
+    of."""
 
     path: Path
     method: Method
@@ -68,6 +72,7 @@ class Request:
     symmetric: bool = True
     recipe: Recipe | None = None
     pure: bool = False
+    budget: Budget | None = None
     text: TextRequest = TextRequest()
     threads: int = 1
     max_ram: int | None = None
@@ -87,6 +92,7 @@ class CalibratedPlan:
     memory: MemoryPlan | None
     fast: bool
     warnings: list[str] = field(default_factory=list)
+    fitted: Fitted | None = None
 
     @property
     def job(self) -> Job:
@@ -118,14 +124,16 @@ class CalibratedPlan:
         }
 
 
-def make_calibrated_plan(request: Request) -> CalibratedPlan:
-    """Open, check and size everything. Errors name the file, module or option at fault."""
+def make_calibrated_plan(request: Request, progress: FitProgress | None = None) -> CalibratedPlan:
+    """Open, check and size everything; with a budget, also measure what types are worth. Errors name the file, module or option
+    at fault. progress: of the measuring, called with (what is done, done, all)."""
     weights = ModelWeights(open_checkpoint(request.path), chosen_family(request.family))
     modules = _projections(weights)
     if request.form == "gguf":
         source = open_source(request.path, family=request.family if weights.checkpoint.kind != "gguf" else None)
         output_plan: PackedPlan | Plan = make_plan(source, request.recipe, pure=request.pure)
-        targets: dict[str, Target] = dict(gguf_targets(output_plan, weights, set(modules)))
+        solved = {*modules, head_module(weights.config)} if request.method.needs_text else set(modules)
+        targets: dict[str, Target] = dict(gguf_targets(output_plan, weights, solved))
         folder = None
     else:
         grid = _grid(request, modules)
@@ -136,8 +144,30 @@ def make_calibrated_plan(request: Request) -> CalibratedPlan:
     if request.method.needs_text:
         plan.calibration = _calibration(request, weights)
         plan.memory = _memory(plan)
+    if request.budget is not None:
+        _fit(plan, request.budget, progress)
     plan.warnings += _coarse(weights, targets)
     return plan
+
+
+def _fit(plan: CalibratedPlan, budget: Budget, progress: FitProgress | None) -> None:
+    """Types by measurement instead of those of the recipe."""
+    assert isinstance(plan.output_plan, Plan)
+    assert plan.calibration is not None
+    assert plan.memory is not None
+    with one_thread_each(plan.fast):
+        plan.fitted = fit(
+            plan.output_plan,
+            plan.weights,
+            plan.calibration.rows,
+            budget,
+            batch_tokens=plan.memory.batch_tokens,
+            lanes=plan.memory.lanes,
+            damping=plan.request.method.damping,
+            progress=progress,
+        )
+    plan.output_plan = plan.fitted.plan
+    plan.targets = dict(gguf_targets(plan.output_plan, plan.weights, set(plan.targets)))
 
 
 def _projections(weights: ModelWeights) -> dict[str, tuple[int, ...]]:
@@ -288,7 +318,8 @@ def solve(plan: CalibratedPlan, work: WorkFolder, progress: Callable[[int, int],
 
 def _check_coverage(plan: CalibratedPlan, results: Results) -> None:
     """Every target was solved."""
-    missing = set(plan.targets) - {name for i in range(plan.weights.config.num_layers) for name in results.facts(i)["modules"]}
+    parts = [*range(plan.weights.config.num_layers), *([HEAD_LAYER] if plan.job.head_format is not None else [])]
+    missing = set(plan.targets) - {name for part in parts for name in results.facts(part)["modules"]}
     if missing:
         raise LlmctlError(f"{len(missing)} modules were not quantized, the first is {min(missing)}")
 

@@ -27,7 +27,7 @@ from llmctl.quant.rtn import Rounded, Stack, first_nonfinite, round_stack, round
 from llmctl.quant.source import ModelSource, SourceTensor
 from llmctl.runtime.checkpoint.file_types import FILE_TYPES
 from llmctl.runtime.checkpoint.gguf_split import SplitGgufWriter, shard_paths
-from llmctl.runtime.checkpoint.gguf_writer import Typed, ValueType, refuse_same_file
+from llmctl.runtime.checkpoint.gguf_writer import Typed, ValueType, file_bytes, refuse_same_file
 from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.machine import default_threads
 
@@ -266,6 +266,12 @@ def write(
                 progress(done, total)
     written.output, written.file_bytes = writer.paths[0], sum(path.stat().st_size for path in writer.paths)
     return written
+
+
+def planned_file_bytes(plan: Plan) -> int:
+    """Bytes of the file that `write` makes of the plan, unsplit."""
+    tensors = [(tensor.source.name, tensor.format, tensor.source.shape) for tensor in plan.tensors]
+    return file_bytes(plan.source.path, _metadata(plan), tensors)
 
 
 def _metadata(plan: Plan) -> dict[str, object]:

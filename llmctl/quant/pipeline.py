@@ -20,9 +20,10 @@ from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.quant import awq
 from llmctl.quant.capture import CaptureOps
+from llmctl.quant.head import head_module, head_statistics, round_head, solve_head
 from llmctl.quant.integer_grid import GridValues
 from llmctl.quant.module_solver import Method, Solved, Target, codes_of, round_module, solve_group
-from llmctl.quant.results import Results
+from llmctl.quant.results import HEAD_LAYER, Results
 from llmctl.quant.statistics import Statistics
 from llmctl.quant.walk import LayerWeights, Walk, one_thread_each
 from llmctl.quant.work_folder import WorkFolder
@@ -48,6 +49,12 @@ class Job:
     norm_format: Format = FORMATS["F32"]
     threads: int = 1
     fast: bool = False
+
+    @property
+    def head_format(self) -> Format | None:
+        """What the matrix that makes the logits is solved for, None where it is left to others."""
+        found = self.targets.get(head_module(self.weights.config))
+        return found if isinstance(found, Format) else None
 
     def results(self, work: WorkFolder) -> Results:
         """What `run` left in the work folder."""
@@ -87,10 +94,30 @@ def run(job: Job, walk: Walk | None, work: WorkFolder, progress: Progress | None
                 result = solve_layer(job, walk, layer)
                 result.facts["seconds"] = round(time.perf_counter() - started, 2)
                 _keep(work, index, layer, result)
-            if walk is not None and index + 1 < count:
+            if walk is not None and (index + 1 < count or job.head_format is not None):
                 walk.advance(layer)
             if progress is not None:
                 progress(index + 1, count)
+        if job.head_format is not None and not work.has(HEAD_LAYER):
+            _solve_head(job, walk, work, job.head_format)
+
+
+def _solve_head(job: Job, walk: Walk | None, work: WorkFolder, form: Format) -> None:
+    """The matrix that makes the logits. walk: past the last layer."""
+    assert walk is not None, "heads are solved for methods that see text"
+    started, name = time.perf_counter(), head_module(job.weights.config)
+    statistics = head_statistics(walk)
+    arrays = {f"{name}/squares": statistics.squares.numpy(), f"{name}/count": np.array([statistics.count])}
+    if job.method.name == "gptq":
+        solved = solve_head(job.weights, statistics, form, job.method.damping, job.threads)
+    else:
+        solved = round_head(job.weights, statistics, form, job.threads)
+    facts = {"type": form.name, "method": job.method.name, "tokens": statistics.count, "shape": list(solved.shape)}
+    work.save(
+        HEAD_LAYER,
+        {**arrays, f"{name}/blocks": solved.blocks},
+        {"modules": {name: facts}, "seconds": round(time.perf_counter() - started, 2)},
+    )
 
 
 def solve_layer(job: Job, walk: Walk | None, layer: LayerWeights) -> LayerResult:

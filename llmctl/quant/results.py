@@ -17,6 +17,8 @@ from llmctl.runtime.checkpoint.packed_integers import StoredIntegers, dequantize
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _FLOAT = "float/"
+HEAD_LAYER = 1 << 16
+"""Where a work folder keeps the head, which is in no layer."""
 
 
 class Results:
@@ -74,5 +76,4 @@ class Results:
 
 def _layer(name: str) -> int:
     found = _LAYER.match(name)
-    assert found is not None, name
-    return int(found[1])
+    return int(found[1]) if found is not None else HEAD_LAYER

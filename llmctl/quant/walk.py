@@ -101,9 +101,9 @@ class Walk:
         """Tokens of all rows."""
         return sum(batch.num_tokens for batch in self.batches)
 
-    def embed(self) -> None:
-        """The text's embeddings. Only the rows of the table that occur in it are read."""
-        config, table = self.weights.config, self.weights.read(_EMBEDDING)
+    def embed(self, table: np.ndarray | None = None) -> None:
+        """The text's embeddings, by another table where one is given. Only the rows that occur in the text are read."""
+        config, table = self.weights.config, self.weights.read(_EMBEDDING) if table is None else table
         positions = self.ops.prepare_weight(self.weights.read(_POSITIONS)) if config.learned_positions else None
         for index, batch in enumerate(self.batches):
             used, places = np.unique(batch.token_ids, return_inverse=True)

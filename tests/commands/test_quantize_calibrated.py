@@ -215,3 +215,50 @@ def test_activations_on_disk_and_one_lane_give_a_model_as_good(tiny: Path, quant
     assert "activations on disk" not in plenty["stderr"]
     losses = [sum(module["loss"] for module in found["modules"]) for found in (plenty, little)]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+def test_a_size_decides_the_types(tiny: Path, quantize: Callable[..., dict[str, Any]], here: Path) -> None:
+    quantize(tiny, "--method", "gptq", "--format", "gguf", "--type", "Q5_0", "-o", "uniform.gguf")
+    size = (here / "uniform.gguf").stat().st_size + 1000
+    found = quantize(tiny, "--method", "gptq", "--format", "gguf", "--target-size", f"{size / 1000}K", "-o", "fitted.gguf")
+    assert 0.98 * size < (here / "fitted.gguf").stat().st_size <= size
+    assert "Types by measurement" in found["stderr"]
+    types = {entry.format.name for entry in open_checkpoint(here / "fitted.gguf").entries()} - {"F32"}
+    assert len(types) > 1
+    assert distance(here / "fitted.gguf", tiny) < 1.1 * distance(here / "uniform.gguf", tiny)
+
+
+def test_bits_a_weight_and_a_plan_for_them(tiny: Path, quantize: Callable[..., dict[str, Any]], here: Path) -> None:
+    options = ("--method", "ptq", "--format", "gguf", "--target-bpw", "6", "-o", "out.gguf")
+    quantize(tiny, *options, "--dry-run")
+    assert not (here / "out.gguf").exists()
+    quantize(tiny, *options)
+    entries = list(open_checkpoint(here / "out.gguf").entries())
+    assert 5.9 < 8 * sum(entry.nbytes for entry in entries) / sum(int(np.prod(entry.shape)) for entry in entries) <= 6
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--method", "rtn", "--target-size", "1M"), "rtn does not"),
+        (("--method", "gptq", "--target-size", "1M"), "--target-size is for GGUF files"),
+        (("--method", "gptq", "--format", "gguf", "--target-size", "1M", "--target-bpw", "4.5"), "contradict each other"),
+        (("--method", "gptq", "--format", "gguf", "--target-bpw", "4.5", "--type", "Q4_0"), "contradict each other"),
+        (("--method", "gptq", "--format", "gguf", "--target-size", "1K"), "than the size that was asked for"),
+        (("--method", "gptq", "--format", "gguf", "--target-size", "much"), "expected a size like"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(
+    tiny: Path, quantize: Callable[..., dict[str, Any]], options: tuple[str, ...], expected: str
+) -> None:
+    assert expected in quantize(tiny, *options, expected=2)["stderr"]
+
+
+def test_the_head_is_fitted_too(tiny: Path, quantize: Callable[..., dict[str, Any]], here: Path) -> None:
+    for method in ("rtn", "gptq"):
+        options = () if method == "rtn" else ("--format", "gguf")
+        code = main(["quantize", str(tiny), "--method", method, *options, "--type", "Q4_0", "--pure", "-o", f"{method}.gguf",
+                     *(SHORT if method == "gptq" else [])])  # fmt: skip
+        assert code == 0
+    heads = [open_checkpoint(here / f"{method}.gguf").read("output.weight").blocks for method in ("rtn", "gptq")]
+    assert not np.array_equal(*heads)

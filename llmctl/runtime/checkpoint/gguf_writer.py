@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -135,18 +135,31 @@ class GgufWriter:
 
     def _write_header(self) -> None:
         tensors = list(self._declared.values())
-        infos = []
-        offset = 0
-        for tensor in tensors:
-            infos.append(_tensor_info(tensor, offset))
-            offset += tensor.nbytes + padding(tensor.nbytes, self.alignment)
-        counts = _U32.pack(_VERSION) + _U64.pack(len(tensors)) + _U64.pack(self._num_keys)
-        header = b"".join([MAGIC, counts, self._metadata, *infos])
-        header += bytes(padding(len(header), self.alignment))
-        self._file.require(len(header) + offset)
+        header, data_bytes = _header(self._metadata, self._num_keys, tensors, self.alignment)
+        self._file.require(len(header) + data_bytes)
         self._file.write(header)
         self._metadata = b""
         self._waiting = tensors[::-1]
+
+
+def _header(metadata: bytes, num_keys: int, tensors: Sequence[_Declared], alignment: int) -> tuple[bytes, int]:
+    """Everything before the data, and how many bytes the data are."""
+    infos, offset = [], 0
+    for tensor in tensors:
+        infos.append(_tensor_info(tensor, offset))
+        offset += tensor.nbytes + padding(tensor.nbytes, alignment)
+    counts = _U32.pack(_VERSION) + _U64.pack(len(tensors)) + _U64.pack(num_keys)
+    header = b"".join([MAGIC, counts, metadata, *infos])
+    return header + bytes(padding(len(header), alignment)), offset
+
+
+def file_bytes(path: Path, metadata: Mapping[str, Any], tensors: Iterable[tuple[str, Format, tuple[int, ...]]]) -> int:
+    """Bytes of the file that GgufWriter would make of these (name, format, shape). path: for messages."""
+    metadata, alignment = _with_alignment(metadata, None)
+    encoded = b"".join(encode_key_value(key, value) for key, value in metadata.items())
+    declared = [_Declared(name, form, shape, tensor_bytes(path, name, form, shape)) for name, form, shape in tensors]
+    header, data_bytes = _header(encoded, len(metadata), declared, alignment)
+    return len(header) + data_bytes
 
 
 def _with_alignment(metadata: Mapping[str, Any], alignment: int | None) -> tuple[dict[str, Any], int]:

@@ -124,8 +124,12 @@ class Decoder:
         return [layer.mlp.experts.counts.tolist() for layer in self.layers if isinstance(layer.mlp, SparseMlp)]
 
     def _logits(self, x: Array) -> Array:
-        ops, config = self.ops, self.config
-        logits = self.lm_head.forward(x)
-        if config.logit_scale != 1.0:
-            logits = ops.scale(logits, config.logit_scale)
-        return logits if config.final_softcap is None else ops.softcap(logits, config.final_softcap)
+        return logits_of(self.ops, self.config, self.lm_head, x)
+
+
+def logits_of(ops: Ops, config: ModelConfig, head: Linear, x: Array) -> Array:
+    """Logits [T, vocab_size] of what the last norm made [T, hidden_size]."""
+    logits = head.forward(x)
+    if config.logit_scale != 1.0:
+        logits = ops.scale(logits, config.logit_scale)
+    return logits if config.final_softcap is None else ops.softcap(logits, config.final_softcap)

@@ -1,0 +1,178 @@
+"""A plan within a number of bytes: every group of matrices in the type that is worth its bytes, by measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from llmctl.errors import UsageError
+from llmctl.kernels.encode import Encoder
+from llmctl.kernels.formats.codecs import dequantize
+from llmctl.kernels.formats.spec import Format
+from llmctl.quant.budget import Assignment, Group, Option, assign
+from llmctl.quant.convert import Plan, PlannedTensor, make_plan, planned_file_bytes
+from llmctl.quant.divergence import Divergence
+from llmctl.quant.head import head_module, head_rows
+from llmctl.quant.recipe import RECIPES, Recipe
+from llmctl.quant.survey import Surveyed, measure, survey, survey_head
+from llmctl.quant.walk import Walk
+from llmctl.runtime.models.weights import ModelWeights
+
+_ALIGNMENT = 32
+_PROBED_TOKENS = 1024
+_SURVEYED_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class Budget:
+    """nbytes: of the whole file; or bits_per_weight: over all its tensors. One of them."""
+
+    nbytes: int | None = None
+    bits_per_weight: float | None = None
+
+    def for_groups(self, plan: Plan, names: set[str]) -> int:
+        """Bytes left for the tensors of these GGUF names; UsageError where the others alone need more."""
+        rest = sum(_padded(tensor.nbytes) for tensor in plan.tensors if tensor.source.name not in names)
+        if self.nbytes is not None:
+            header = planned_file_bytes(plan) - sum(_padded(tensor.nbytes) for tensor in plan.tensors)
+            left = self.nbytes - header - rest
+        else:
+            assert self.bits_per_weight is not None
+            weights = sum(tensor.num_elements for tensor in plan.tensors)
+            left = int(self.bits_per_weight * weights / 8) - rest
+        if left < 0:
+            raise UsageError(f"what is not rounded needs {-left} bytes more than the size that was asked for")
+        return left
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """plan: with types that fit. expected: divergence by the measured costs; measured: of the rounded weights on a few rows of
+    text, theirs and that of the recipe the plan was compared with, which was kept where it came out better. nats."""
+
+    plan: Plan
+    expected: float
+    measured: float
+    recipe: str | None
+    recipe_measured: float | None
+
+
+def fit(
+    plan: Plan,
+    weights: ModelWeights,
+    rows: Sequence[list[int]],
+    budget: Budget,
+    *,
+    batch_tokens: int,
+    lanes: int,
+    damping: float,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Fitted:
+    """The plan with the types that the budget allows. plan: of any recipe; what it does not round stays as it is there.
+
+    rows: token ids of the calibration text. progress: called with (what is done, done, all).
+    """
+    tell = progress or (lambda what, done, total: None)
+    walk = Walk(weights, _some(rows, _SURVEYED_TOKENS), batch_tokens=batch_tokens, lanes=lanes)
+    groups = survey(walk, damping, lambda done, total: tell("Losses of all types", done, total))
+    groups.append(survey_head(walk, damping))
+    walk.activations.close()
+    divergence = Divergence(weights, _some(rows, _PROBED_TOKENS), batch_tokens=batch_tokens, lanes=lanes)
+    slopes = measure(groups, walk, divergence, lambda done, total: tell("What losses do", done, total))
+    planned = _by_module(plan, weights)
+    options = [_group(one, slope, planned) for one, slope in zip(groups, slopes, strict=True)]
+    names = {planned[module].source.name for one in groups for module in one.names}
+    found = assign(options, budget.for_groups(plan, names))
+    return _better(plan, weights, found, planned, divergence, budget)
+
+
+def _some(rows: Sequence[list[int]], tokens: int) -> list[list[int]]:
+    """Rows from the whole of the text, of about so many tokens."""
+    count = max(1, min(len(rows), tokens * len(rows) // max(1, sum(map(len, rows)))))
+    return [rows[index * len(rows) // count] for index in range(count)]
+
+
+def _by_module(plan: Plan, weights: ModelWeights) -> dict[str, PlannedTensor]:
+    """By whole Hugging Face name of the module."""
+    to_hf = weights.family.gguf_names.to_hf
+    return {(to_hf(tensor.source.name) or "").removesuffix(".weight"): tensor for tensor in plan.tensors}
+
+
+def _group(one: Surveyed, slope: float, planned: Mapping[str, PlannedTensor]) -> Group:
+    tensors = [planned[name] for name in one.names]
+    options = []
+    for form_name, loss in one.losses.items():
+        form = one.formats[form_name]
+        options.append(Option(form, sum(_padded(_nbytes(form, tensor)) for tensor in tensors), loss * slope))
+    return Group(one.names, tuple(options))
+
+
+def _nbytes(form: Format, tensor: PlannedTensor) -> int:
+    shape = tensor.source.shape
+    return prod(shape[:-1]) * form.row_bytes(shape[-1])
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def retyped(plan: Plan, formats: Mapping[str, Format]) -> Plan:
+    """The plan with other types. formats: by GGUF name."""
+    tensors = []
+    for tensor in plan.tensors:
+        form = formats.get(tensor.source.name)
+        if form is not None:
+            tensor = replace(tensor, format=form, nbytes=_nbytes(form, tensor), replaced=None)
+        tensors.append(tensor)
+    bits = 8 * sum(t.nbytes for t in tensors) / sum(t.num_elements for t in tensors)
+    return replace(plan, tensors=tensors, type_name=f"{bits:.2f}bpw")
+
+
+def _better(
+    plan: Plan,
+    weights: ModelWeights,
+    found: Assignment,
+    planned: Mapping[str, PlannedTensor],
+    divergence: Divergence,
+    budget: Budget,
+) -> Fitted:
+    """The assignment, or the largest recipe that fits the budget where that diverges less when both are rounded."""
+    formats = {planned[module].source.name: form for module, form in found.formats.items()}
+    fitted = retyped(plan, formats)
+    measured = divergence(_rounded(weights, found.formats))
+    uniform = _largest_recipe(plan, budget, set(formats))
+    if uniform is None:
+        return Fitted(fitted, found.cost, measured, None, None)
+    recipe, other = uniform
+    theirs = divergence(_rounded(weights, {module: _by_module(other, weights)[module].format for module in found.formats}))
+    return Fitted(fitted if measured <= theirs else other, found.cost, measured, recipe.name, theirs)
+
+
+def _largest_recipe(plan: Plan, budget: Budget, names: set[str]) -> tuple[Recipe, Plan] | None:
+    """The recipe with the most bytes within the budget; None if none is."""
+    best: tuple[int, Recipe, Plan] | None = None
+    for recipe in RECIPES.values():
+        if recipe.matrices.is_plain or recipe.needs_importance or recipe.stacks is not None:
+            continue
+        other = make_plan(plan.source, recipe)
+        size = sum(_padded(tensor.nbytes) for tensor in other.tensors if tensor.source.name in names)
+        if size <= budget.for_groups(other, names) and (best is None or size > best[0]):
+            best = size, recipe, other
+    return best[1:] if best is not None else None
+
+
+def _rounded(weights: ModelWeights, formats: Mapping[str, Format]) -> dict[str, np.ndarray]:
+    """float32 by whole name, of all modules rounded to these types."""
+    encoder, head = Encoder(1), head_module(weights.config)
+    found = {}
+    for module, form in formats.items():
+        if module == head:
+            found[f"{module}.weight"] = np.concatenate([dequantize(encoder.encode(rows, form)) for rows in head_rows(weights)])
+            continue
+        values = np.array(dequantize(weights.read(f"{module}.weight")), np.float32)
+        found[f"{module}.weight"] = values if form.is_plain else dequantize(encoder.encode(values, form))
+        weights.release(f"{module}.weight")
+    return found

@@ -1,0 +1,69 @@
+"""The matrix that makes the logits, fitted to what it reads: the last norm's outputs.
+
+Where it is the embedding too, one fit serves both: the logits suffer more from its errors than the first layer does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from llmctl.kernels.encode import Encoder
+from llmctl.kernels.feedback import Feedback
+from llmctl.kernels.formats.codecs import dequantize
+from llmctl.kernels.formats.quant_tensor import QuantTensor
+from llmctl.kernels.formats.spec import Format
+from llmctl.quant.grid_gptq import Solver, prepare, solve_prepared
+from llmctl.quant.statistics import Statistics
+from llmctl.quant.walk import Walk
+from llmctl.runtime.checkpoint.names import take_rows
+from llmctl.runtime.models.config import ModelConfig
+from llmctl.runtime.models.layers import Norm
+from llmctl.runtime.models.weights import ModelWeights
+
+_ROWS = 4096
+
+
+def head_module(config: ModelConfig) -> str:
+    """Whole name of the module whose matrix makes the logits."""
+    return "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+
+
+def head_statistics(walk: Walk) -> Statistics:
+    """Of the head's inputs. walk: past the last layer."""
+    norm = Norm(walk.ops, walk.weights.config, walk.weights, "model.norm")
+    found = Statistics(walk.weights.config.hidden_size)
+    for index in range(len(walk.batches)):
+        found.add(norm.forward(walk.activations.read(index)))
+    found.finish()
+    return found
+
+
+def solve_head(weights: ModelWeights, statistics: Statistics, form: Format, damping: float, threads: int) -> QuantTensor:
+    """The head in blocks of `form`; some thousand rows are in memory at a time. The sums of the statistics are used up."""
+    hessian = prepare(statistics.take_hessian().numpy(), damping)
+    importance = statistics.mean_squares.numpy()
+    solver = Solver(Encoder(threads), Feedback(threads), damping)
+    name = head_module(weights.config) + ".weight"
+    parts = [solve_prepared(solver, rows, hessian, form, importance).blocks for rows in head_rows(weights)]
+    return QuantTensor(form, weights.stored(name).shape, np.concatenate(parts))
+
+
+def round_head(weights: ModelWeights, statistics: Statistics, form: Format, threads: int) -> QuantTensor:
+    """The same by rounding to nearest, columns weighted by what they read."""
+    importance, encoder = statistics.mean_squares.numpy(), Encoder(threads)
+    parts = []
+    for rows in head_rows(weights):
+        blocks = encoder.encode(rows, form, importance)
+        assert isinstance(blocks, QuantTensor)
+        parts.append(blocks.blocks)
+    return QuantTensor(form, weights.stored(head_module(weights.config) + ".weight").shape, np.concatenate(parts))
+
+
+def head_rows(weights: ModelWeights, step: int = 1) -> Iterator[np.ndarray]:
+    """float32 of every step-th row of the head, some thousand at a time."""
+    table = weights.read(head_module(weights.config) + ".weight")
+    count = table.shape[0]
+    for start in range(0, count, _ROWS * step):
+        yield np.array(dequantize(take_rows(table, slice(start, min(start + _ROWS * step, count), step))), np.float32)

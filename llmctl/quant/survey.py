@@ -1,0 +1,148 @@
+"""What every type would cost every group of matrices, measured on text: what `budget` chooses from.
+
+One walk through the unrounded model gives the loss of every type, of a sample of each matrix's rows, solved as they will be. How
+much the output suffers from a loss is measured by rounding the groups of a few layers at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llmctl.kernels.encode import Encoder
+from llmctl.kernels.feedback import Feedback
+from llmctl.kernels.formats.codecs import dequantize
+from llmctl.kernels.formats.grids import GRIDS
+from llmctl.kernels.formats.spec import FORMATS, Format
+from llmctl.quant.budget import Probe, slopes
+from llmctl.quant.divergence import Divergence
+from llmctl.quant.grid_gptq import Prepared, Solver, loss, prepare, solve_prepared
+from llmctl.quant.head import head_module, head_rows, head_statistics
+from llmctl.quant.walk import LayerWeights, Walk
+from llmctl.runtime.models.topology import layer_topology
+from llmctl.runtime.models.weights import ModelWeights
+
+_SAMPLE = 192  # rows of a matrix that stand for all
+_HEAD_SAMPLE = 2048  # the same of the head
+_ZONES = 12  # parts of the model that are probed apart, each kind of group in each
+_PROBE_BITS = 4.6  # the widest type a probe rounds to: coarse enough to stand out
+_SMALLEST_BITS = 3.0  # narrower types are not worth their loss in models that have wider ones beside them
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Surveyed:
+    """Projections of one layer that read the same input. names: whole module names. losses: by type. probe_loss: of the probe."""
+
+    names: tuple[str, ...]
+    layer: int
+    kind: str
+    losses: dict[str, float] = field(default_factory=dict)
+    probe_loss: float = 0.0
+
+    @property
+    def formats(self) -> dict[str, Format]:
+        """The types whose losses are known."""
+        return {name: FORMATS[name] for name in self.losses}
+
+
+def types_for(columns: int) -> list[Format]:
+    """The types that rows of this length can have, the smallest first."""
+    found = [FORMATS[name] for name in GRIDS if not columns % FORMATS[name].elements_per_block]
+    return sorted((form for form in found if form.bits_per_weight > _SMALLEST_BITS), key=lambda form: form.bits_per_weight)
+
+
+def survey(walk: Walk, damping: float, progress: Progress | None = None) -> list[Surveyed]:
+    """The losses of all groups of all layers. walk: at the start of the text; it is used up."""
+    found: list[Surveyed] = []
+    walk.embed()
+    solver = Solver(Encoder(1), Feedback(1), damping, passes=1)
+    count = walk.weights.config.num_layers
+    for index in range(count):
+        layer = walk.layer(index)
+        groups = layer_topology(layer.config)
+        statistics = walk.collect(layer, [group.leader for group in groups])
+        for group in groups:
+            hessian = statistics[group.leader].take_hessian().numpy()
+            names = tuple(layer.full(module) for module in group.modules)
+            one = Surveyed(names, index, group.leader)
+            prepared = prepare(hessian, damping)
+            if prepared is not None:
+                _add_losses(one, solver, layer, group.modules, prepared)
+            found.append(one)
+        walk.advance(layer)
+        if progress is not None:
+            progress(index + 1, count)
+    return found
+
+
+def survey_head(walk: Walk, damping: float) -> Surveyed:
+    """The losses of the matrix that makes the logits. walk: at the end of the text."""
+    weights = walk.weights
+    module = head_module(weights.config)
+    count = weights.stored(f"{module}.weight").shape[0]
+    one = Surveyed((module,), weights.config.num_layers, "head")
+    prepared = prepare(head_statistics(walk).take_hessian().numpy(), damping)
+    rows = np.concatenate(list(head_rows(weights, max(1, count // _HEAD_SAMPLE))))
+    if prepared is not None:
+        _add_rows(one, Solver(Encoder(1), Feedback(1), damping, passes=1), rows, count / len(rows), prepared)
+    return one
+
+
+def _add_losses(one: Surveyed, solver: Solver, layer: LayerWeights, modules: Sequence[str], hessian: Prepared) -> None:
+    for module in modules:
+        weight = layer.matrix(module).numpy()
+        rows = np.ascontiguousarray(weight[:: max(1, len(weight) // _SAMPLE)])
+        _add_rows(one, solver, rows, len(weight) / len(rows), hessian)
+
+
+def _add_rows(one: Surveyed, solver: Solver, rows: np.ndarray, share: float, hessian: Prepared) -> None:
+    """share: matrix rows that each of `rows` stands for."""
+    importance = np.ascontiguousarray(np.diagonal(hessian.raw))
+    for form in types_for(rows.shape[1]):
+        found = dequantize(solve_prepared(solver, rows, hessian, form, importance))
+        one.losses[form.name] = one.losses.get(form.name, 0.0) + share * loss(rows, found, hessian.raw)
+    one.probe_loss += share * loss(rows, rounded(rows), hessian.raw)
+
+
+def rounded(weight: np.ndarray) -> np.ndarray:
+    """float32 of the weight in the widest type that probes round to."""
+    form = [form for form in types_for(weight.shape[1]) if form.bits_per_weight <= _PROBE_BITS][-1]
+    return dequantize(Encoder(1).encode(weight, form))
+
+
+def measure(groups: Sequence[Surveyed], walk: Walk, divergence: Divergence, progress: Progress | None = None) -> list[float]:
+    """Divergence per loss of every group, in their order: measured for a few layers at a time."""
+    zones = _zones(groups)
+    probes = {}
+    for done, (key, members) in enumerate(zones.items(), 1):
+        weights = {}
+        for one in members:
+            for name in one.names:
+                weights[f"{name}.weight"] = _probe(walk.weights, name)
+        probes[key] = Probe(sum(one.probe_loss for one in members), divergence(weights))
+        if progress is not None:
+            progress(done, len(zones))
+    found = slopes(probes)
+    by_group = {id(one): found[key] for key, members in zones.items() for one in members}
+    return [by_group[id(one)] for one in groups]
+
+
+def _probe(weights: ModelWeights, module: str) -> np.ndarray:
+    if module == head_module(weights.config):
+        return np.concatenate([rounded(rows) for rows in head_rows(weights)])
+    values = np.array(dequantize(weights.read(f"{module}.weight")), np.float32)
+    weights.release(f"{module}.weight")
+    return rounded(values)
+
+
+def _zones(groups: Sequence[Surveyed]) -> dict[str, list[Surveyed]]:
+    """The groups that are probed together: of one kind, in neighbouring layers."""
+    layers = max(one.layer for one in groups) + 1
+    found: dict[str, list[Surveyed]] = {}
+    for one in groups:
+        found.setdefault(f"{one.kind} {one.layer * min(_ZONES, layers) // layers}", []).append(one)
+    return found
