@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from llmctl.errors import UsageError
+from llmctl.errors import UnsupportedError, UsageError
 from llmctl.kernels.encode import Encoder
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.spec import Format
@@ -19,6 +19,7 @@ from llmctl.quant.head import head_module, head_rows
 from llmctl.quant.recipe import RECIPES, Recipe
 from llmctl.quant.survey import Surveyed, measure, survey, survey_head
 from llmctl.quant.walk import Walk
+from llmctl.runtime.models.topology import layer_topology
 from llmctl.runtime.models.weights import ModelWeights
 
 _ALIGNMENT = 32
@@ -75,6 +76,7 @@ def fit(
 
     rows: token ids of the calibration text. progress: called with (what is done, done, all).
     """
+    _check(plan, weights)
     tell = progress or (lambda what, done, total: None)
     walk = Walk(weights, _some(rows, _SURVEYED_TOKENS), batch_tokens=batch_tokens, lanes=lanes)
     groups = survey(walk, damping, lambda done, total: tell("Losses of all types", done, total))
@@ -87,6 +89,28 @@ def fit(
     names = {planned[module].source.name for one in groups for module in one.names}
     found = assign(options, budget.for_groups(plan, names))
     return _better(plan, weights, found, planned, divergence, budget)
+
+
+def _check(plan: Plan, weights: ModelWeights) -> None:
+    """UnsupportedError for models whose matrices are no tensors of their own in the file."""
+    if weights.config.experts is not None:
+        raise UnsupportedError(
+            f"{plan.source.path}: what types are worth to experts is not measured yet, so a size cannot be aimed at; "
+            "--type chooses a mix"
+        )
+    planned = _by_module(plan, weights)
+    modules = [
+        f"model.layers.{index}.{module}"
+        for index in range(weights.config.num_layers)
+        for group in layer_topology(weights.config, index)
+        for module in group.modules
+    ]
+    missing = [module for module in [*modules, head_module(weights.config)] if module not in planned]
+    if missing:
+        raise UnsupportedError(
+            f"{plan.source.path}: {missing[0]} is no tensor of its own in a GGUF file, so a size cannot be aimed at; "
+            "--type chooses a mix"
+        )
 
 
 def _some(rows: Sequence[list[int]], tokens: int) -> list[list[int]]:

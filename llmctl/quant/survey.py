@@ -63,7 +63,7 @@ def survey(walk: Walk, damping: float, progress: Progress | None = None) -> list
     count = walk.weights.config.num_layers
     for index in range(count):
         layer = walk.layer(index)
-        groups = layer_topology(layer.config)
+        groups = layer_topology(layer.config, index)
         statistics = walk.collect(layer, [group.leader for group in groups])
         for group in groups:
             hessian = statistics[group.leader].take_hessian().numpy()

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from make_tiny_model import make_tiny_model
 
-from llmctl.errors import UsageError
+from llmctl.errors import UnsupportedError, UsageError
 from llmctl.kernels.formats.codecs import dequantize, quantize
 from llmctl.kernels.formats.spec import FORMATS
 from llmctl.quant import fitting
@@ -173,3 +174,9 @@ def test_the_solved_head_is_closer_than_the_rounded_one(tiny: Callable[..., Path
     solved = dequantize(solve_head(weights, head_statistics(walk), FORMATS["Q4_0"], DAMPING, 1))
     assert loss(table, weighted, hessian) < loss(table, plain, hessian)
     assert loss(table, solved, hessian) < 0.8 * loss(table, weighted, hessian)
+
+
+def test_experts_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "experts", "mixtral", tokenizer="bpe")
+    with pytest.raises(UnsupportedError, match=r"--type chooses a mix"):
+        fitted(folder, Budget(bits_per_weight=5.0))
