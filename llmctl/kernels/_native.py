@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmctl.errors import OutOfMemoryError
+from llmctl.errors import OutOfMemoryError, UnsupportedError
 from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.kv_types import sides_of
@@ -180,6 +180,12 @@ class NativeOps:
         return self._record("gated_activation", (x,), x.shape, activation=activation)[0]
 
     def moe(self, x: Value, router_logits: Value, experts: Experts, routing: Routing, activation: str) -> Value:
+        for part in (experts.gate, experts.up, experts.down):
+            if any(isinstance(one, _Reordered) for one in (part if isinstance(part, list) else [part])):
+                raise UnsupportedError(
+                    "experts whose columns are in another order (GPTQ with activation order) have no native kernel: "
+                    "--backend reference computes them"
+                )
         attributes = {"experts": experts, "routing": routing, "activation": activation}
         return self._record("moe", (x, router_logits), x.shape, **attributes)[0]
 

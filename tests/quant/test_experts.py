@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from make_packed_model import Choices, make_packed_model
 from make_tiny_model import make_tiny_model
 from safetensors.numpy import load_file, save_file
 
-from llmctl.errors import FormatError
+from llmctl.errors import FormatError, UnsupportedError
 from llmctl.quant.convert import make_plan, write
 from llmctl.quant.recipe import recipe_by_name
 from llmctl.quant.source import open_source
@@ -153,3 +154,29 @@ def test_quantized_experts_are_rounded_like_matrices_of_their_own(tmp_path: Path
         name = "blk.2.ffn_down_exps.weight"
         assert one.entry(name).format.name == "Q4_0"
         assert np.array_equal(one.read(name).blocks, other.read(name).blocks)
+
+
+def packed(tmp_path: Path, **choices: object) -> tuple[Path, Path]:
+    """A folder with packed experts, and one of the same weights as plain numbers."""
+    source = tiny(tmp_path / "source", "qwen3_moe", hidden_size=128)
+    out = make_packed_model(source, tmp_path / "packed", Choices(group_size=32, **choices), values=tmp_path / "plain")
+    return out, tmp_path / "plain"
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "compressed-tensors", "fp8"])
+def test_packed_experts(tmp_path: Path, layout: str) -> None:
+    folder, plain = packed(tmp_path, layout=layout)
+    expected = logits(plain)
+    np.testing.assert_allclose(logits(folder), expected, atol=1e-4 * expected.std())
+    native = compute_logits(load_model(folder, backend="native", threads=2, activations="float", kv_type="f32"), IDS)
+    np.testing.assert_allclose(native, expected, atol=2e-4 * expected.std())
+    file = converted(folder, tmp_path / "packed.gguf", "F32")
+    np.testing.assert_allclose(logits(file), expected, atol=1e-4 * expected.std())
+
+
+def test_experts_in_activation_order_are_refused_where_there_is_no_kernel(tmp_path: Path) -> None:
+    folder, plain = packed(tmp_path, layout="gptq", act_order=True)
+    expected = logits(plain)
+    np.testing.assert_allclose(logits(folder), expected, atol=1e-4 * expected.std())
+    with pytest.raises(UnsupportedError, match="experts whose columns are in another order"):
+        compute_logits(load_model(folder, backend="native"), IDS)
