@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from llmctl.commands import console
+from llmctl.commands.draft import (
+    DraftOption,
+    NumDraftTokensOption,
+    OpenedDraft,
+    describe_speculation,
+    draft_request,
+    open_draft,
+    speculation_fields,
+)
 from llmctl.commands.number_list import SYNTAX, number_list
 from llmctl.commands.options import (
     THREADS_DEFAULT,
@@ -26,6 +35,7 @@ from llmctl.errors import UsageError
 
 if TYPE_CHECKING:
     from llmctl.runtime.benchmark import BenchResult, BenchTest
+    from llmctl.runtime.engine.speculation import Speculation
     from llmctl.runtime.loading import LoadedModel, OpenedModel
     from llmctl.runtime.models.active import Active
 
@@ -79,6 +89,8 @@ def bench(
         Output | None,
         typer.Option("--output", "-o", help="Form of the result; json is llama-bench's array.", show_default="md"),
     ] = None,
+    draft: DraftOption = None,
+    num_draft_tokens: NumDraftTokensOption = None,
     as_family: AsOption = None,
     kv_type: KvTypeOption = None,
     activations: ActivationsOption = None,
@@ -106,11 +118,13 @@ def bench(
         raise UsageError("there is nothing to measure: -p and -n are 0 and there is no -pg")
     loading = {"backend": backend, "device": device, "dtype": dtype, "kv_type": kv_type, "activations": activations}
     choose_compute(**loading)  # what it refuses is refused before any model is looked for
+    drafting = draft_request(draft, num_draft_tokens)
     opened = [(name, _open(name, tests, {**loading, "family": as_family})) for name in models or [None]]
+    drafts = [open_draft(drafting, model, loading) if drafting else None for _, model in opened]
     printer = make_printer("document" if json else output or "md")
-    for name, model in opened:
+    for (name, model), drafter in zip(opened, drafts, strict=True):
         for number in thread_counts:
-            for result, row in _measure(name, model, number, tests, counts, warm_up, seed):
+            for result, row in _measure(name, model, drafter, number, tests, counts, warm_up, seed):
                 printer.row(result.test.name, row)
     printer.end()
 
@@ -154,6 +168,7 @@ def _open(spec: str | None, tests: list[BenchTest], loading: dict[str, Any]) -> 
 def _measure(
     name: str | None,
     opened: OpenedModel,
+    draft: OpenedDraft | None,
     threads: int | None,
     tests: list[BenchTest],
     counts: list[int],
@@ -171,9 +186,11 @@ def _measure(
     for test in tests:
         for count in counts:
             before = model.decoder.expert_counts()
+            speculation = draft.load(model) if draft else None
             with console.progress(f"{label} {test.name}", count, unit="run") as bar:
-                result = run_test(model, test, count, warm_up=warm_up, seed=seed, progress=bar.update_to)
-            yield result, _row(model, result) | _activity(model, active, before)
+                choices = {"warm_up": warm_up, "seed": seed, "progress": bar.update_to, "speculation": speculation}
+                result = run_test(model, test, count, **choices)
+            yield result, _row(model, result) | _activity(model, active, before) | _drafting(test, speculation)
 
 
 def _activity(model: LoadedModel, active: Active, before: list[list[int]]) -> dict[str, Any]:
@@ -182,6 +199,15 @@ def _activity(model: LoadedModel, active: Active, before: list[list[int]]) -> di
     after = model.decoder.expert_counts()
     tokens = [[new - old for new, old in zip(*layer, strict=True)] for layer in zip(after, before, strict=True)]
     return {"active_params": active.parameters, "active_bytes": active.nbytes, "expert_tokens": tokens or None}
+
+
+def _drafting(test: BenchTest, speculation: Speculation | None) -> dict[str, Any]:
+    """What drafting did in a test, the warm-up counted; people are told on stderr."""
+    stats = speculation.stats if speculation else None
+    if stats and test.n_gen:
+        for line in describe_speculation(stats, stats.round_tokens + stats.plain_steps):
+            console.info(f"{test.name}: {line}")
+    return {"speculation": stats and speculation_fields(stats)}
 
 
 def _row(model: LoadedModel, result: BenchResult) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from llmctl.commands import console
 from llmctl.errors import UnsupportedError, UsageError
@@ -15,6 +17,21 @@ if TYPE_CHECKING:
     from llmctl.runtime.loading import LoadedModel, OpenedModel
 
 _SELF, _NGRAM = "self:", "ngram"
+
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        metavar="DRAFT",
+        help="Draft tokens that the model then checks, several at once: a smaller MODEL of the same vocabulary, ngram (from the "
+        "text so far) or self:TYPE (the model itself as Q4_0, Q4_K_M …). No answer's odds change; greedy ones stay the same.",
+        show_default=False,
+    ),
+]
+NumDraftTokensOption = Annotated[
+    int | None,
+    typer.Option("--num-draft-tokens", min=1, max=64, help="Draft always so many at once.", show_default="as many as pay"),
+]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from llmctl.commands import console
 from llmctl.commands import run_options as opt
 from llmctl.commands import sampling_options as smp
 from llmctl.commands.conversion import ForceOption
-from llmctl.commands.draft import draft_request
+from llmctl.commands.draft import DraftOption, NumDraftTokensOption, draft_request
 from llmctl.commands.options import (
     ActivationsOption,
     AsOption,
@@ -66,8 +66,8 @@ def run(
     logit_bias: smp.LogitBiasOption = None,
     ban: smp.BanOption = None,
     seed: SeedOption = None,
-    draft: opt.DraftOption = None,
-    num_draft_tokens: opt.NumDraftTokensOption = None,
+    draft: DraftOption = None,
+    num_draft_tokens: NumDraftTokensOption = None,
     ctx_size: CtxSizeOption = None,
     threads: ThreadsOption = None,
     kv_type: KvTypeOption = None,

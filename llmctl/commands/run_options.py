@@ -88,20 +88,6 @@ BatchOutputOption = Annotated[
 ParallelOption = Annotated[
     int | None, typer.Option("--parallel", min=1, help="Answers that --batch works on at once.", show_default="8")
 ]
-DraftOption = Annotated[
-    str | None,
-    typer.Option(
-        "--draft",
-        metavar="DRAFT",
-        help="Draft tokens that the model then checks, several at once: a smaller MODEL of the same vocabulary, ngram (from the "
-        "text so far) or self:TYPE (the model itself as Q4_0, Q4_K_M …). No answer's odds change; greedy ones stay the same.",
-        show_default=False,
-    ),
-]
-NumDraftTokensOption = Annotated[
-    int | None,
-    typer.Option("--num-draft-tokens", min=1, max=64, help="Draft always so many at once.", show_default="as many as pay"),
-]
 MarkdownOption = Annotated[
     bool, typer.Option("--markdown/--no-markdown", help="Chat: render Markdown, where the terminal takes escape codes.")
 ]

@@ -15,6 +15,7 @@ import numpy as np
 
 from llmctl.errors import ContextLengthError
 from llmctl.runtime.engine import Engine, Sequence
+from llmctl.runtime.engine.speculation import Speculation
 from llmctl.runtime.loading import LoadedModel
 from llmctl.runtime.sampling.params import SamplingParams
 
@@ -95,13 +96,15 @@ def run_test(
     warm_up: bool = True,
     seed: int = 0,
     progress: Progress | None = None,
+    speculation: Speculation | None = None,
 ) -> BenchResult:
-    """Time one test. seed: of the token ids. progress: called with the number of finished repetitions.
+    """Time one test. seed: of the token ids. progress: called with the number of finished repetitions. speculation: what drafts
+    the generated tokens, not used before.
 
     The warm-up run, which is not counted, does the whole prompt and one token. Errors: ContextLengthError.
     """
     require_context(test, model.context_length)
-    engine = Engine(model, prefill_chunk=PREFILL_CHUNK, prefix_cache=False)
+    engine = Engine(model, prefill_chunk=PREFILL_CHUNK, prefix_cache=False, speculation=speculation)
     result = BenchResult(test, datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"))
     random = np.random.default_rng(seed)
     if warm_up:

@@ -77,3 +77,13 @@ def test_a_draft_of_another_vocabulary_is_refused_by_the_token(call, scripted: P
     done = call("run", scripted, "-p", "M", *RAW, "--draft", other)
     assert done.code == 1
     assert f"token {seven} is ' seven' in the one and ' eight' in the other" in done.err
+
+
+def test_bench_drafts_what_it_generates(call, scripted: Path) -> None:
+    done = call("bench", scripted, "-p", "0", "-n", "16", "-r", "2", "--draft", "ngram", "-o", "json", "--seed", "4")
+    assert done.code == 0, done.err
+    (row,) = json.loads(done.out)
+    stats = row["speculation"]
+    assert row["n_gen"] == 16
+    assert stats["round_tokens"] + stats["plain_steps"] == 2 * 16 + 1  # and that of the warm-up
+    assert json.loads(call("bench", scripted, "-p", "0", "-n", "1", "-r", "1", "-o", "json").out)[0]["speculation"] is None

@@ -454,7 +454,8 @@ def make_scripted(scripted, tmp_path_factory):
         (["--logit-bias", "5=1", "--logit-bias", "5=2"], "token 5 twice"),
         (["--stop", ""], "--stop needs some text"),
         (["--no-chat", "--chat-template", "/dev/null"], "the file is empty"),
-        (["--draft", "x"], "--draft"),
+        (["--draft", "4"], "--num-draft-tokens 4"),
+        (["--num-draft-tokens", "4"], "--draft"),
     ],
 )
 def test_bad_flags_are_refused_before_anything_is_looked_for(call, arguments, words):
