@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Write a GGUF file of the llama family, or of mixtral, with random weights: any shape and type, to measure speed on.
+"""Write a GGUF file of the llama family, of mixtral or of deepseek, with random weights: to measure speed on.
 
     python scripts/make_random_model.py OUT.gguf --tokenizer SmolLM2-135M-Instruct.Q4_1.gguf
     python scripts/make_random_model.py OUT.gguf --tokenizer ANY.gguf --type Q8_0 --layers 4 --hidden 512
     python scripts/make_random_model.py OUT.gguf --tokenizer ANY.gguf --mixtral
+    python scripts/make_random_model.py OUT.gguf --tokenizer ANY.gguf --deepseek
 
 The default is a model of one billion parameters in llama.cpp's Q4_K_M mix, 669 MB; --mixtral is one of 1.1 billion in eight
-experts, of which a token passes two: 29 % of the parameters. The vocabulary, and with it the number of
-embedding rows, is that of the GGUF file given as --tokenizer. Blocks hold random codes under scales that give every matrix
-the gain of a freshly initialized one, so activations stay finite; the text is noise. Memory needed is one tensor.
+experts, of which a token passes two: 29 % of the parameters; --deepseek is a DeepSeek V3 of a billion, see random_deepseek.py.
+The vocabulary, and with it the number of embedding rows, is that of the GGUF file given as --tokenizer. Blocks hold random
+codes under scales that give every matrix the gain of a freshly initialized one, so activations stay finite; the text is noise.
+Memory needed is one tensor.
 Same arguments, same bytes.
 """
 
@@ -18,12 +20,13 @@ import argparse
 import sys
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from random_deepseek import DeepSeekShape
 
 from llmctl.errors import LlmctlError, UnsupportedError, UsageError
 from llmctl.kernels.formats.codecs import dequantize_blocks, quantize
@@ -59,24 +62,75 @@ class Shape:
         """Columns of a head."""
         return self.hidden // self.heads
 
+    architecture = "llama"
+
+    def check(self) -> None:
+        """UsageError for heads that do not fit."""
+        if self.hidden % self.heads or self.heads % self.kv_heads:
+            raise UsageError(f"{self.heads} heads do not divide hidden {self.hidden}, or {self.kv_heads} kv heads not them")
+
+    def metadata(self, rows: int) -> dict[str, Any]:
+        """GGUF's keys of the architecture. rows: of the embedding."""
+        whole = {
+            "block_count": self.layers,
+            "context_length": self.context,
+            "embedding_length": self.hidden,
+            "feed_forward_length": self.intermediate,
+            "attention.head_count": self.heads,
+            "attention.head_count_kv": self.kv_heads,
+            "rope.dimension_count": self.head_dim,
+            "vocab_size": rows,
+        }
+        if self.experts:
+            whole |= {"expert_count": self.experts, "expert_used_count": self.top_k}
+        real = {"rope.freq_base": self.rope_theta, "attention.layer_norm_rms_epsilon": 1e-5}
+        return {
+            **{f"llama.{key}": Typed(value, ValueType.U32) for key, value in whole.items()},
+            **{f"llama.{key}": Typed(value, ValueType.F32) for key, value in real.items()},
+        }
+
+    def tensors(self, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """GGUF names and torch-order shapes, in the file's order."""
+        hidden, kv = self.hidden, self.kv_heads * self.head_dim
+        yield "token_embd.weight", (rows, hidden)
+        for i in range(self.layers):
+            yield f"blk.{i}.attn_norm.weight", (hidden,)
+            yield f"blk.{i}.attn_q.weight", (hidden, hidden)
+            yield f"blk.{i}.attn_k.weight", (kv, hidden)
+            yield f"blk.{i}.attn_v.weight", (kv, hidden)
+            yield f"blk.{i}.attn_output.weight", (hidden, hidden)
+            yield f"blk.{i}.ffn_norm.weight", (hidden,)
+            yield from ((f"blk.{i}.ffn_{name}.weight", size) for name, size in self._mlp().items())
+        yield "output_norm.weight", (hidden,)
+        if not self.tied:
+            yield "output.weight", (rows, hidden)
+
+    def _mlp(self) -> dict[str, tuple[int, ...]]:
+        row, column = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
+        sizes = {"gate": row, "up": row, "down": column}
+        if not self.experts:
+            return dict(sizes)
+        stacks = {f"{name}_exps": (self.experts, *size) for name, size in sizes.items()}
+        return {**stacks, "gate_inp": (self.experts, self.hidden)}
+
 
 MIXTRAL = Shape(hidden=1024, layers=10, heads=16, kv_heads=4, intermediate=4096, rope_theta=1e6, tied=False, experts=8)
 
 
-def make_random_model(path: Path, tokenizer: Path, shape: Shape, type: str = "Q4_K_M", seed: int = 0) -> Path:
+def make_random_model(path: Path, tokenizer: Path, shape: Shape | DeepSeekShape, type: str = "Q4_K_M", seed: int = 0) -> Path:
     """Write the file and return its path. type: Q4_K_M (llama.cpp's mix) or one format for all matrices.
 
     Errors: UsageError for a shape that cannot be, UnsupportedError for a type whose blocks cannot be made up.
     """
-    if shape.hidden % shape.heads or shape.heads % shape.kv_heads:
-        raise UsageError(f"{shape.heads} heads do not divide hidden {shape.hidden}, or {shape.kv_heads} kv heads not them")
+    if isinstance(shape, Shape):
+        shape.check()
     _check_type(type)
     with open_checkpoint(tokenizer) as source:
         if not isinstance(source, GgufCheckpoint):
             raise UsageError(f"--tokenizer {tokenizer}: expected a GGUF file")
         vocabulary = {k: v for k, v in source.typed_metadata().items() if k.startswith("tokenizer.")}
         rows = len(source.metadata["tokenizer.ggml.tokens"])
-        sizes, metadata = list(_tensors(shape, rows)), _metadata(path.stem, shape, rows, type)
+        sizes, metadata = list(shape.tensors(rows)), _metadata(path.stem, shape, rows, type)
         types = _types(type, sizes, metadata)
         tensors = [(name, size, types[name]) for name, size in sizes]
         with GgufWriter(path, {**metadata, **vocabulary}) as writer:
@@ -87,57 +141,15 @@ def make_random_model(path: Path, tokenizer: Path, shape: Shape, type: str = "Q4
     return path
 
 
-def _metadata(name: str, shape: Shape, rows: int, type: str) -> dict[str, Any]:
-    whole = {
-        "block_count": shape.layers,
-        "context_length": shape.context,
-        "embedding_length": shape.hidden,
-        "feed_forward_length": shape.intermediate,
-        "attention.head_count": shape.heads,
-        "attention.head_count_kv": shape.kv_heads,
-        "rope.dimension_count": shape.head_dim,
-        "vocab_size": rows,
-    }
-    if shape.experts:
-        whole |= {"expert_count": shape.experts, "expert_used_count": shape.top_k}
-    real = {"rope.freq_base": shape.rope_theta, "attention.layer_norm_rms_epsilon": 1e-5}
+def _metadata(name: str, shape: Shape | DeepSeekShape, rows: int, type: str) -> dict[str, Any]:
     file_type = next(number for number, known in FILE_TYPES.items() if known == type.upper())
     return {
-        "general.architecture": "llama",
+        "general.architecture": shape.architecture,
         "general.name": name,
         "general.file_type": Typed(file_type, ValueType.U32),
         "general.quantization_version": Typed(2, ValueType.U32),
-        **{f"llama.{key}": Typed(value, ValueType.U32) for key, value in whole.items()},
-        **{f"llama.{key}": Typed(value, ValueType.F32) for key, value in real.items()},
+        **shape.metadata(rows),
     }
-
-
-def _tensors(shape: Shape, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """GGUF names and torch-order shapes, in the file's order."""
-    hidden, kv = shape.hidden, shape.kv_heads * shape.head_dim
-    yield "token_embd.weight", (rows, hidden)
-    for i in range(shape.layers):
-        yield f"blk.{i}.attn_norm.weight", (hidden,)
-        yield f"blk.{i}.attn_q.weight", (hidden, hidden)
-        yield f"blk.{i}.attn_k.weight", (kv, hidden)
-        yield f"blk.{i}.attn_v.weight", (kv, hidden)
-        yield f"blk.{i}.attn_output.weight", (hidden, hidden)
-        yield f"blk.{i}.ffn_norm.weight", (hidden,)
-        for name, size in (
-            ("gate", (shape.intermediate, hidden)),
-            ("up", (shape.intermediate, hidden)),
-            ("down", (hidden, shape.intermediate)),
-        ):
-            yield (
-                (f"blk.{i}.ffn_{name}_exps.weight", (shape.experts, *size))
-                if shape.experts
-                else (f"blk.{i}.ffn_{name}.weight", size)
-            )
-        if shape.experts:
-            yield f"blk.{i}.ffn_gate_inp.weight", (shape.experts, hidden)
-    yield "output_norm.weight", (hidden,)
-    if not shape.tied:
-        yield "output.weight", (rows, hidden)
 
 
 def _check_type(type: str) -> None:
@@ -201,16 +213,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, required=True, metavar="FILE.gguf")
     parser.add_argument("--type", default="Q4_K_M")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mixtral", action="store_true", help="the shape of a small Mixtral, where no number says otherwise")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--mixtral", action="store_true", help="the shape of a small Mixtral, where no number says otherwise")
+    kinds.add_argument("--deepseek", action="store_true", help="that of a small DeepSeek V3")
     for name in ("hidden", "layers", "heads", "kv_heads", "intermediate", "context", "experts", "top_k"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     parser.add_argument("--rope-theta", type=float)
     parser.add_argument("--untied", dest="tied", action="store_false", default=None, help="the head is a matrix of its own")
     options = vars(parser.parse_args(arguments))
-    path, tokenizer, type, seed, mixtral = (options.pop(name) for name in ("path", "tokenizer", "type", "seed", "mixtral"))
+    path, tokenizer, type, seed, mixtral, deepseek = (
+        options.pop(name) for name in ("path", "tokenizer", "type", "seed", "mixtral", "deepseek")
+    )
     stated = {name: value for name, value in options.items() if value is not None}
+    shape = DeepSeekShape() if deepseek else MIXTRAL if mixtral else Shape()
+    if unknown := sorted(set(stated) - {field.name for field in fields(shape)}):
+        parser.error(f"--deepseek has no {', '.join(unknown)}")
     try:
-        print(make_random_model(path, tokenizer, replace(MIXTRAL if mixtral else Shape(), **stated), type, seed))
+        print(make_random_model(path, tokenizer, replace(shape, **stated), type, seed))
     except LlmctlError as error:
         print(f"make_random_model: {error}", file=sys.stderr)
         return 1
