@@ -70,7 +70,7 @@ def read_folder(
         check_expressible(weights.config, weights.family, metadata, tensors)
     except LlmctlError as error:
         raise type(error)(f"{checkpoint.path}: {error}") from error
-    warnings = [*tokenizer.warnings, *_rope_warnings(weights.config), *_window_warnings(weights)]
+    warnings = [*tokenizer.warnings, *_rope_warnings(weights.config), *_window_warnings(weights), *_group_warnings(weights.config)]
     return ModelSource(checkpoint.path, "safetensors", _files(checkpoint), metadata, tensors, left_out, warnings)
 
 
@@ -243,6 +243,13 @@ def _metadata(family: Family, config: ModelConfig, checkpoint: Described, num_el
 def _rope_warnings(config: ModelConfig) -> list[str]:
     limits = {layer.rope.max_position for layer in config.layers if layer.rope is not None and layer.rope.kind == "dynamic"}
     return [f"GGUF has no key for dynamic rope scaling: beyond {limit} tokens readers will not scale" for limit in limits]
+
+
+def _group_warnings(config: ModelConfig) -> list[str]:
+    experts = config.experts
+    if experts is None or experts.num_groups == 1 or experts.group_by_top2:
+        return []
+    return ["llama.cpp values a group of experts by its two best, this model by its best alone: it will choose others there"]
 
 
 def _window_warnings(weights: ModelWeights) -> list[str]:

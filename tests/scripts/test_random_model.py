@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from make_random_model import Shape, main, make_random_model, random_tensor
+from random_deepseek import DeepSeekShape
 
 from llmctl.errors import UnsupportedError, UsageError
 from llmctl.kernels.formats.codecs import dequantize
@@ -42,6 +44,19 @@ def test_the_mix_is_llama_cpps_and_the_model_runs(tmp_path, smollm2_gguf):
     logits = compute_logits(model, model.tokenizer.encode("The house stands where the river turns."))
     assert logits.shape[1] == 49152
     assert 0.3 < logits.std() < 3
+
+
+def test_a_deepseek_runs_in_llama_cpps_mix(tmp_path, smollm2_gguf):
+    """Matrices of every head whose rows are no whole blocks of 256 give way as llama-quantize's do."""
+    shape = DeepSeekShape(hidden=256, layers=2, heads=2, intermediate=512, rank=256, query_rank=256, experts=8, expert_size=256)
+    shape = replace(shape, groups=4, top_groups=2, top_k=3)
+    path = make_random_model(tmp_path / "random.gguf", smollm2_gguf, shape)
+    with open_checkpoint(path) as checkpoint:
+        types = {entry.name: entry.format.name for entry in checkpoint.entries()}
+    assert (types["blk.1.attn_k_b.weight"], types["blk.1.attn_v_b.weight"]) == ("Q5_0", "Q4_K")
+    assert (types["blk.1.ffn_gate_inp.weight"], types["blk.1.exp_probs_b.bias"]) == ("F32", "F32")
+    model = load_model(path)
+    assert 0.3 < compute_logits(model, model.tokenizer.encode("The house stands where the river turns.")).std() < 3
 
 
 def test_a_head_of_its_own_and_one_type_for_all(tmp_path, smollm2_gguf):
