@@ -70,7 +70,8 @@ def read_folder(
         check_expressible(weights.config, weights.family, metadata, tensors)
     except LlmctlError as error:
         raise type(error)(f"{checkpoint.path}: {error}") from error
-    warnings = [*tokenizer.warnings, *_rope_warnings(weights.config), *_window_warnings(weights), *_group_warnings(weights.config)]
+    config = weights.config
+    warnings = [*tokenizer.warnings, *_rope_warnings(config), *_window_warnings(weights), *_group_warnings(config)]
     return ModelSource(checkpoint.path, "safetensors", _files(checkpoint), metadata, tensors, left_out, warnings)
 
 
