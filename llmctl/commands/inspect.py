@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmctl.commands import console
-from llmctl.commands.options import JsonOption, ModelArgument, QuietOption
+from llmctl.commands.options import AsOption, JsonOption, ModelArgument, QuietOption
 
 if TYPE_CHECKING:
     from llmctl.runtime.checkpoint import Checkpoint
@@ -20,6 +20,7 @@ _SHOWN_CHARACTERS = 100
 def inspect(
     model: ModelArgument = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor (--json always does).")] = False,
+    as_family: AsOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -28,14 +29,14 @@ def inspect(
     from llmctl.runtime.store import resolve_model
 
     with open_checkpoint(resolve_model(model, progress=console.progress)) as checkpoint:
-        report = _report(checkpoint)
+        report = _report(checkpoint, as_family)
     if json:
         console.print_json(report)
     else:
         _print(report, tensors)
 
 
-def _report(checkpoint: Checkpoint) -> dict[str, Any]:
+def _report(checkpoint: Checkpoint, family: str | None) -> dict[str, Any]:
     return {
         "path": str(checkpoint.path),
         "kind": checkpoint.kind,
@@ -43,7 +44,7 @@ def _report(checkpoint: Checkpoint) -> dict[str, Any]:
         "parameters": checkpoint.total_elements,
         "tensor_bytes": checkpoint.total_bytes,
         "bits_per_weight": _bits(checkpoint.total_bytes, checkpoint.total_elements),
-        "active": _active(checkpoint),
+        "active": _active(checkpoint, family),
         "files": [{"path": str(file), "bytes": file.stat().st_size} for file in checkpoint.files],
         "types": _types(checkpoint),
         "tensors": [
@@ -60,20 +61,23 @@ def _report(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _active(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """What one token reads; None for a model that is none of those that run here."""
+def _active(checkpoint: Checkpoint, family: str | None) -> dict[str, Any] | None:
+    """What one token reads; None for a model that is none of those that run here. family: to take it for one of, which is an
+    error where it is none."""
     from llmctl.errors import LlmctlError
-    from llmctl.kernels.backend import KV_TYPES
+    from llmctl.kernels.backend import choose_compute
     from llmctl.runtime.cache.memory import bytes_per_token
     from llmctl.runtime.models.active import active_weights
+    from llmctl.runtime.models.registry import chosen_family
     from llmctl.runtime.models.weights import ModelWeights
 
     try:
-        weights = ModelWeights(checkpoint)
-        active = active_weights(weights)
+        weights = ModelWeights(checkpoint, chosen_family(family))
+        active, kv_type = active_weights(weights), choose_compute().kv_type
     except LlmctlError:
+        if family is not None:
+            raise
         return None
-    kv_type = KV_TYPES["native"][0]
     kv = bytes_per_token(weights.config.kv_layers(), kv_type)
     return {"parameters": active.parameters, "bytes": active.nbytes, "kv_type": kv_type, "kv_bytes_per_token": kv}
 

@@ -50,6 +50,14 @@ def test_every_command_that_reads_a_model(call, models, tmp_path, name):
     assert (done.code, done.out != "") == (0, True), done.err
 
 
+def test_inspect_says_what_a_token_reads(call, models):
+    assert json.loads(call("inspect", models["model"], "--json").out)["active"] is None
+    taken = json.loads(call("inspect", models["model"], "--as", "llama", "--json").out)
+    assert taken["active"] == json.loads(call("inspect", models["known"], "--json").out)["active"]
+    wrong = call("inspect", models["model"], "--as", "deepseek")
+    assert (wrong.code, wrong.out) == (1, ""), wrong.err
+
+
 def test_verify_then_checks_it_against_its_family(call, models):
     assert "not checked against its architecture" in call("verify", models["model"]).out
     taken = call("verify", models["model"], "--as", "llama")
