@@ -22,7 +22,7 @@ def parse_kv_type(text: str) -> str:
     sides = dict(part.strip().partition("=")[::2] for part in name.split(","))
     if set(sides) != {"k", "v"} or name.count(",") != 1 or not set(sides.values()) <= set(KV_TYPES):
         raise UsageError(
-            f"--kv-type {text}: there is no such type of cache; expected {', '.join(KV_TYPES)}, or one for each side: k=q8_0,v=q4_0"
+            f"--kv-type {text}: there is no such cache type; expected {', '.join(KV_TYPES)}, or one for each side: k=q8_0,v=q4_0"
         )
     return join_sides(sides["k"], sides["v"])
 

@@ -130,11 +130,11 @@ def test_number_types_show_when_they_are_not_the_usual_ones(call, scripted):
     few = ("-p", "4", "-n", "0", *QUICK)
     done = call("bench", scripted, *few, "--backend", "reference", "--dtype", "bfloat16", "--kv-type", "f16")
     header, _, row = done.out.splitlines()
-    assert [cell.strip() for cell in header.split("|")][5:8] == ["threads", "dtype", "type_k"]
-    assert [cell.strip() for cell in row.split("|")][6:8] == ["bfloat16", "f16"]
+    assert [cell.strip() for cell in header.split("|")][5:9] == ["threads", "dtype", "type_k", "type_v"]
+    assert [cell.strip() for cell in row.split("|")][6:9] == ["bfloat16", "f16", "f16"]
     header, _, row = call("bench", scripted, *few, "--activations", "float", "--kv-type", "f32").out.splitlines()
-    assert [cell.strip() for cell in header.split("|")][5:8] == ["threads", "type_k", "activations"]
-    assert [cell.strip() for cell in row.split("|")][6:8] == ["f32", "float"]
+    assert [cell.strip() for cell in header.split("|")][5:9] == ["threads", "type_k", "type_v", "activations"]
+    assert [cell.strip() for cell in row.split("|")][6:9] == ["f32", "f32", "float"]
 
 
 def test_a_gguf_is_named_as_llama_bench_would(smollm2_gguf):

@@ -444,7 +444,7 @@ def make_scripted(scripted, tmp_path_factory):
         (["-t", "0"], "--threads"),
         (["--kv-type", "q3"], "--kv-type"),
         (["--dtype", "bfloat16"], "--dtype bfloat16 needs --backend reference"),
-        (["--kv-type", "k=q8_0"], "one for each side as in k=q8_0,v=q4_0"),
+        (["--kv-type", "k=q8_0"], "one for each side: k=q8_0,v=q4_0"),
         (["--backend", "vulkan"], "--backend"),
         (["--backend", "native", "--device", "cuda"], "the native backend computes on the CPU"),
         (["--activations", "float", "--backend", "reference"], "--activations float"),
