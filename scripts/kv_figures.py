@@ -29,12 +29,11 @@ def page_waste(sequences: int = 64, shortest: int = 32, longest: int = 4096, see
     stretch of the longest length for each."""
     lengths = np.exp(np.random.default_rng(seed).uniform(np.log(shortest), np.log(longest), sequences)).astype(int)
     blocks = BlockManager(plan_cache([LayerShape(1, 64)], "f16", Demand(longest, sequences)))
-    for length in lengths.tolist():
-        pages = blocks.new_pages()
+    texts = [(blocks.new_pages(), length) for length in lengths.tolist()]
+    for pages, length in texts:
         for computed in range(length):  # token by token, as they come
             blocks.grow(pages, computed, computed + 1)
-    tokens, held = int(lengths.sum()), blocks.stats()[0].pages_held * BLOCK_SIZE
-    return 1 - tokens / held, 1 - tokens / (sequences * longest)
+    return blocks.stats(texts)[0].waste, 1 - int(lengths.sum()) / (sequences * longest)
 
 
 def first_token_s(engine: Engine, ids: list[int]) -> tuple[float, int]:

@@ -110,12 +110,19 @@ class PageCopy:
 
 @dataclass(frozen=True)
 class GroupStats:
-    """A group's pool. tokens_kept: room for tokens in `pages_held` that is filled, pages held twice counted once."""
+    """A group's pool: its pages, those that sequences hold (a shared one once), tokens in them, pages of nobody whose text can
+    still be found, and texts given up so far."""
 
     pages: int
     pages_held: int
+    tokens_held: int
     pages_remembered: int
     evictions: int
+
+    @property
+    def waste(self) -> float:
+        """Share of the pages held that has no token in it."""
+        return 1 - self.tokens_held / (self.pages_held * BLOCK_SIZE) if self.pages_held else 0.0
 
 
 @dataclass
@@ -150,9 +157,18 @@ class BlockManager:
         """Pages no sequence holds, in all groups."""
         return sum(pool.num_free for pool in self._pools)
 
-    def stats(self) -> list[GroupStats]:
-        """Of every group."""
-        return [GroupStats(p.num_pages, p.num_pages - p.num_free, p.num_remembered, p.evictions) for p in self._pools]
+    def stats(self, sequences: Iterable[tuple[SequencePages, int]]) -> list[GroupStats]:
+        """Of every group. sequences: all that hold pages, and how many of their tokens are computed."""
+        filled: list[dict[int, int]] = [{} for _ in self._pools]
+        for pages, num_computed in sequences:
+            for table, counts in zip(pages.tables, filled, strict=True):
+                for index, page in enumerate(table.held, table.first):
+                    tokens = min(max(num_computed - index * BLOCK_SIZE, 0), BLOCK_SIZE)
+                    counts[page] = max(counts.get(page, 0), tokens)
+        return [
+            GroupStats(p.num_pages, p.num_pages - p.num_free, sum(counts.values()), p.num_remembered, p.evictions)
+            for p, counts in zip(self._pools, filled, strict=True)
+        ]
 
     def blocks_for(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens fill."""

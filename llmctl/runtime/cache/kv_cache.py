@@ -19,9 +19,7 @@ class KvCache:
         self.plan, self.kv_type, self._ops = plan, kv_type, ops
         self._groups = {layer: number for number, group in enumerate(plan.groups) for layer in group.layers}
         self._layers = [
-            ops.kv_pages(
-                plan.num_pages[self._groups[i]], BLOCK_SIZE, layer.num_kv_heads, layer.head_dim, kv_type, layer.latent
-            )
+            ops.kv_pages(plan.num_pages[self._groups[i]], BLOCK_SIZE, layer.num_kv_heads, layer.head_dim, kv_type, layer.latent)
             for i, layer in enumerate(layers)
         ]
 

@@ -120,7 +120,8 @@ class Engine:
     @property
     def group_stats(self) -> list[GroupStats]:
         """What the pages of every group of layers are used for."""
-        return self._blocks.stats()
+        running = [(s.pages, s.num_computed) for s in self._scheduler.running if s.pages is not None]
+        return self._blocks.stats(running)
 
     @property
     def reuse_stats(self) -> ReuseStats:

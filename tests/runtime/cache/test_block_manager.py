@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmctl.runtime.cache.block_manager import GONE, BlockManager, BlockTable, SequencePages
+from llmctl.runtime.cache.block_manager import GONE, BlockManager, BlockTable, GroupStats, SequencePages
 from llmctl.runtime.cache.memory import Demand, LayerShape, plan_cache
 
 
@@ -35,6 +35,11 @@ class Text:
         self.computed = end
         self.blocks.remember(self.pages, self.ids, end)
         return True
+
+
+def stats(blocks: BlockManager, *texts: Text) -> GroupStats:
+    """Of the first group."""
+    return blocks.stats((text.pages, text.computed) for text in texts)[0]
 
 
 def table(pages: SequencePages, group: int = 0) -> list[int]:
@@ -122,7 +127,21 @@ def test_a_text_that_begins_alike_uses_the_same_pages() -> None:
     assert table(second.pages) == table(first.pages)[:2]
     second.run(10)
     assert table(second.pages)[2] != table(first.pages)[2]
-    assert blocks.stats()[0].pages_held == 5
+    assert stats(blocks).pages_held == 5
+
+
+def test_what_pages_waste_counts_shared_ones_once() -> None:
+    blocks = manager(20, 16)
+    first = Text(blocks, list(range(50)))
+    first.run(50)
+    second = Text(blocks, [*range(40), 99, 99])
+    second.run(10)
+    found = stats(blocks, first, second)
+    assert (found.pages_held, found.tokens_held) == (5, 50 + 10)
+    assert found.waste == 1 - 60 / 80
+    first.ids += [0]
+    first.run(1)  # its window is in pages 2 and 3 from here on, the other's in pages 1 and 2
+    assert stats(blocks, first, second).tokens_held == (16 + 3) + (16 + 10)
 
 
 def test_all_of_a_text_is_never_found_because_one_token_has_to_run() -> None:
@@ -139,12 +158,12 @@ def test_what_was_given_back_is_found_until_its_pages_are_needed() -> None:
     new.run(33)
     blocks.release(old.pages)
     blocks.release(new.pages)
-    assert (blocks.num_free, blocks.stats()[0].pages_remembered) == (6, 4)
+    assert (blocks.num_free, stats(blocks).pages_remembered) == (6, 4)
     other = Text(blocks, [3] * 48)
     other.run(48)  # two empty pages, and the end of the text that was used least recently
     assert Text(blocks, [2] * 33).computed == 32
     assert Text(blocks, [1] * 33).computed == 16
-    assert blocks.stats()[0].evictions == 1
+    assert stats(blocks).evictions == 1
 
 
 def test_two_texts_of_one_hash_are_told_apart() -> None:
@@ -186,7 +205,7 @@ def test_forks_share_their_pages_until_one_writes() -> None:
     first.run(40)
     twin = blocks.fork(first.pages)
     assert table(twin) == table(first.pages)
-    assert blocks.stats()[0].pages_held == 3
+    assert stats(blocks).pages_held == 3
     shared = table(twin)[2]
     blocks.grow(twin, 40, 41)
     (copy,) = blocks.take_copies()
