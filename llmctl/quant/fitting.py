@@ -24,7 +24,7 @@ from llmctl.runtime.models.weights import ModelWeights
 
 _ALIGNMENT = 32
 _PROBED_TOKENS = 1024
-_SURVEYED_TOKENS = 16384
+_SURVEYED_TOKENS = 8192
 
 
 @dataclass(frozen=True)

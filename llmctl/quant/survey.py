@@ -1,7 +1,7 @@
 """What every type would cost every group of matrices, measured on text: what `budget` chooses from.
 
-One walk through the unrounded model gives the loss of every type, of a sample of each matrix's rows, solved as they will be. How
-much the output suffers from a loss is measured by rounding the groups of a few layers at a time.
+One walk through the unrounded model gives the loss of every type, of a sample of each matrix's rows, with errors fed back as
+they will be. How much the output suffers from a loss is measured by rounding the groups of a few layers at a time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from llmctl.quant.walk import LayerWeights, Walk
 from llmctl.runtime.models.topology import layer_topology
 from llmctl.runtime.models.weights import ModelWeights
 
-_SAMPLE = 192  # rows of a matrix that stand for all
-_HEAD_SAMPLE = 2048  # the same of the head
+_SAMPLE = 96  # rows of a matrix that stand for all
+_HEAD_SAMPLE = 1024  # the same of the head
 _ZONES = 12  # parts of the model that are probed apart, each kind of group in each
 _PROBE_BITS = 4.6  # the widest type a probe rounds to: coarse enough to stand out
 _SMALLEST_BITS = 3.0  # narrower types are not worth their loss in models that have wider ones beside them
@@ -59,7 +59,7 @@ def survey(walk: Walk, damping: float, progress: Progress | None = None) -> list
     """The losses of all groups of all layers. walk: at the start of the text; it is used up."""
     found: list[Surveyed] = []
     walk.embed()
-    solver = Solver(Encoder(1), Feedback(1), damping, passes=1)
+    solver = Solver(Encoder(1), Feedback(1), damping, passes=0)
     count = walk.weights.config.num_layers
     for index in range(count):
         layer = walk.layer(index)
@@ -88,7 +88,7 @@ def survey_head(walk: Walk, damping: float) -> Surveyed:
     prepared = prepare(head_statistics(walk).take_hessian().numpy(), damping)
     rows = np.concatenate(list(head_rows(weights, max(1, count // _HEAD_SAMPLE))))
     if prepared is not None:
-        _add_rows(one, Solver(Encoder(1), Feedback(1), damping, passes=1), rows, count / len(rows), prepared)
+        _add_rows(one, Solver(Encoder(1), Feedback(1), damping, passes=0), rows, count / len(rows), prepared)
     return one
 
 
