@@ -31,6 +31,7 @@ COMMANDS = {
     "inspect-kv": Command("inspect_kv", "inspect_kv", "Show what the KV cache of a model costs."),
     "verify": Command("verify", "verify", "Check a model file: structure, values, keys, hashes; compare two files."),
     "models": Command("models", "app", "Pull, list, show and remove models."),
+    "completion": Command("completion", "completion", "Print the completion script of a shell."),
     "doctor": Command("doctor", "doctor", "Show what this machine has and what works on it."),
 }
 
@@ -78,8 +79,12 @@ def _show_log() -> None:
 
 
 def _single(name: str, function: Callable[..., Any]) -> typer.Typer:
+    from typer.core import TyperCommand
+
+    from llmctl.commands.config import configured
+
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name=name)(function)
+    app.command(name=name, cls=configured(TyperCommand))(function)
     return app
 
 

@@ -28,6 +28,17 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in model_names() if name.startswith(incomplete)]
 
 
+def complete_preset(incomplete: str) -> list[str]:
+    """Names of presets that begin like this; none where a file is broken."""
+    from llmctl.commands.config import preset_names
+    from llmctl.errors import LlmctlError
+
+    try:
+        return [name for name in preset_names() if name.startswith(incomplete)]
+    except (LlmctlError, OSError):
+        return []
+
+
 def _set_quiet(value: bool) -> bool:
     console.configure(quiet=value)
     return value

@@ -85,13 +85,15 @@ def run(
     markdown: opt.MarkdownOption = True,
     thinking: opt.ThinkingOption = "dim",
     overflow: opt.OverflowOption = None,
+    preset: opt.PresetOption = None,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Ask a model once, or chat with it.
 
     With a prompt (an argument, -p, -f, piped stdin) its answer goes to stdout. Without one, on a terminal, a chat begins.
-    Sampling: the command line beats what the model's file recommends, and that beats the defaults.
+    Options: the command line beats --preset, then LLMCTL_RUN_TOP_K and the like, then llmctl.toml (the project's, then the
+    platform's), then what the model's file recommends, then the defaults.
     """
     from llmctl.commands.prompt_input import split_arguments, text_argument
     from llmctl.commands.structure import structure

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from llmctl.commands.options import complete_model
+from llmctl.commands.config import apply_preset
+from llmctl.commands.options import complete_model, complete_preset
 
 RunModelArgument = Annotated[
     str | None,
@@ -100,5 +101,17 @@ OverflowOption = Annotated[
         "--overflow",
         help="Chat: what happens to a message for which the context has no room; slide leaves out the oldest turns, and says so.",
         show_default="refuse",
+    ),
+]
+PresetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--preset",
+        metavar="NAME",
+        is_eager=True,
+        callback=apply_preset,
+        autocompletion=complete_preset,
+        help="Options under this name in llmctl.toml, where the command line does not say otherwise.",
+        show_default=False,
     ),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,9 +45,9 @@ class Request:
     @property
     def name(self) -> str:
         """The model as the user calls it."""
-        from llmctl.runtime.store import DEFAULT_MODEL
+        from llmctl.runtime.store import default_model
 
-        return self.spec or os.environ.get("LLMCTL_MODEL") or DEFAULT_MODEL
+        return self.spec or default_model()[0]
 
 
 @dataclass(frozen=True)

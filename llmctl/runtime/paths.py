@@ -23,3 +23,12 @@ def cache_dir() -> Path:
     import platformdirs
 
     return platformdirs.user_cache_path("llmctl", appauthor=False)
+
+
+def config_dir() -> Path:
+    """Folder of llmctl.toml. It need not exist yet."""
+    if os.environ.get("LLMCTL_HOME"):
+        return home()
+    import platformdirs
+
+    return platformdirs.user_config_path("llmctl", appauthor=False)

@@ -34,6 +34,7 @@ __all__ = [
     "ProgressFactory",
     "StoredModel",
     "catalog",
+    "default_model",
     "find_model",
     "has_remains",
     "is_model_name",
@@ -42,6 +43,7 @@ __all__ = [
     "pull_model",
     "remove_model",
     "resolve_model",
+    "set_default_model",
     "store_folder",
 ]
 
@@ -55,16 +57,31 @@ class Source(Protocol):
     def fetch(self, folder: Path, scratch: Path, progress: ProgressFactory) -> Fetched: ...
 
 
+_configured: tuple[str, str] | None = None
+
+
+def set_default_model(name: str | None, where: str) -> None:
+    """What a settings file says is used where no model is named; None for nothing."""
+    global _configured
+    _configured = None if name is None else (name, where)
+
+
+def default_model() -> tuple[str, str]:
+    """The model used where none is named, and where that is said: LLMCTL_MODEL, else a settings file, else "" for nowhere."""
+    environment = os.environ.get("LLMCTL_MODEL")
+    return (environment, "LLMCTL_MODEL") if environment else _configured or (DEFAULT_MODEL, "")
+
+
 def resolve_model(spec: str | None, *, progress: ProgressFactory | None = None, pull: bool = True) -> Path:
     """The path of a model: an existing file or folder, else a name of the store, else pulled from its source.
 
-    Without a spec LLMCTL_MODEL is used, else the default model. `progress` opens a bar for a download; with `pull`
+    Without a spec it is `default_model`. `progress` opens a bar for a download; with `pull`
     false nothing is fetched. Errors: ModelNotFoundError (with near names), UsageError, DownloadError, OutputError.
     """
     origin = ""
     if spec is None:
-        spec = os.environ.get("LLMCTL_MODEL") or DEFAULT_MODEL
-        origin = " (from LLMCTL_MODEL)" if os.environ.get("LLMCTL_MODEL") else ""
+        spec, where = default_model()
+        origin = f" (from {where})" if where else ""
     path = Path(spec).expanduser() if spec.startswith("~") else Path(spec)
     if spec and os.path.exists(path):  # noqa: PTH110 (Path.exists raises for names too long or holding a NUL)
         return path
