@@ -48,6 +48,15 @@ def _fused(width: int, hidden: int) -> Shapes:
     ]
 
 
+def _shared(width: int, hidden: int) -> Shapes:
+    return [
+        ("ffn_gate_inp_shexp.weight", (width,)),
+        ("ffn_gate_shexp.weight", (hidden, width)),
+        ("ffn_up_shexp.weight", (hidden, width)),
+        ("ffn_down_shexp.weight", (width, hidden)),
+    ]
+
+
 _DENSE, _ATTENTION = _layer(256, 512, 64), _layer(256, 512, 64)[:5]
 MODELS: dict[str, tuple[ModelFacts, Shapes]] = {
     "32 layers": (ModelFacts("llama", 32, 0, 1), _model(32, _DENSE, 256)),
@@ -58,6 +67,10 @@ MODELS: dict[str, tuple[ModelFacts, Shapes]] = {
     "72B": (ModelFacts("qwen2", 80, 0, 8), _model(80, _DENSE, 256)),
     "8 experts": (ModelFacts("llama", 32, 8, 4), _model(32, _ATTENTION + _experts(256, 512, 8), 256)),
     "128 experts": (ModelFacts("qwen3moe", 48, 128, 8), _model(48, _ATTENTION + _experts(256, 512, 128), 256)),
+    "60 experts, one shared": (
+        ModelFacts("qwen2moe", 24, 60, 1),
+        _model(24, _ATTENTION + _experts(256, 512, 60) + _shared(256, 1024), 256),
+    ),
     "falcon": (ModelFacts("falcon", 32, 0, 8), _model(32, _fused(256, 512), 256)),
     "falcon, tied": (ModelFacts("falcon", 60, 0, 16, tied=True), _model(60, _fused(256, 512), 256, tied=True)),
     "rows of 576": (ModelFacts("llama", 30, 0, 3, tied=True), _model(30, _layer(576, 1536, 192), 576, tied=True)),

@@ -65,7 +65,10 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "gpt2": {"gelu": {"activation_function": "gelu"}, "unscaled": {"scale_attn_weights": False}},
     "gpt_oss": {"unscaled": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}, "attention_bias": False}},
     "mixtral": {"window": {"sliding_window": 8}},
-    "qwen2_moe": {"gguf": {"norm_topk_prob": False, "use_sliding_window": False}, "sparse": {"decoder_sparse_step": 2}},
+    "qwen2_moe": {
+        "gguf": {"norm_topk_prob": False, "use_sliding_window": False},
+        "sparse": {"decoder_sparse_step": 2, "mlp_only_layers": []},
+    },
     "qwen3_moe": {"gguf": {"use_sliding_window": False, "mlp_only_layers": []}, "bias": {"attention_bias": True}},
     "deepseek_v2": {
         "gguf": {"rope": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
