@@ -26,6 +26,7 @@ F = np.float32
 DAMPING = 0.05
 """Of held-out text the loss is least between 0.03 and 0.1, flat there: less follows the noise of some ten thousand tokens."""
 _LADDER = (1, 10, 100)  # times the damping, until the Hessian can be factored
+_FLOOR = 1e-4  # least importance, as a share of the mean
 _SMALL = 128  # columns of a triangular matrix that numpy inverts
 _ROWS = 4096  # solved at once: bounds the memory for tall matrices such as the head
 _PASSES = 6  # of steps and codes in turn; most end sooner
@@ -77,6 +78,7 @@ def solve_prepared(
 ) -> QuantTensor:
     """As `solve`, with what `prepare` made of the Hessian: once for all matrices that read the same input."""
     grid_spec(form)  # others are refused even where nothing is solved
+    importance = None if importance is None else _with_floor(importance)
     rounded = solver.encoder.encode(np.ascontiguousarray(weight, F), form, importance)
     assert isinstance(rounded, QuantTensor)
     if prepared is None:
@@ -86,6 +88,12 @@ def solve_prepared(
         part = QuantTensor(form, (stop - start, weight.shape[1]), blocks[start:stop])
         blocks[start:stop] = _solve_rows(solver, weight[start:stop], prepared, part).blocks
     return QuantTensor(form, rounded.shape, blocks)
+
+
+def _with_floor(importance: np.ndarray) -> np.ndarray | None:
+    """No column counts for nothing: a group that no text reached would be rounded to zeros, and other text may reach it."""
+    mean = importance.mean()
+    return np.maximum(importance, F(_FLOOR) * mean) if mean > 0 else None
 
 
 def loss(weight: np.ndarray, quantized: np.ndarray, hessian: np.ndarray) -> float:

@@ -132,3 +132,26 @@ def test_the_encoder_given_is_the_one_used() -> None:
     solver = grid_gptq.Solver(Encoder(1), grid_gptq.Feedback(1))
     found = grid_gptq.solve_with(solver, weight(), hessian(), FORMATS["Q5_0"])
     assert np.array_equal(found.blocks, solve(weight(), hessian(), FORMATS["Q5_0"]).blocks)
+
+
+@each_grid
+def test_groups_that_no_input_reached_are_rounded_too(name: str) -> None:
+    silent = hessian()
+    silent[:, :256] = silent[:256] = 0
+    for reached in (silent, np.zeros_like(silent)):
+        found = dequantize(solve(weight(), reached, FORMATS[name], np.diagonal(reached).copy()))
+        error = np.linalg.norm((found - weight())[:, :256], axis=0)
+        assert (error < 0.6 * np.linalg.norm(weight()[:, :256], axis=0)).all()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 32), (3, 160), (17, 288)])
+def test_any_shape_of_whole_blocks(rows: int, columns: int) -> None:
+    one, inputs = weight(rows)[:, :columns], np.random.default_rng(4).standard_normal((500, columns)).astype(np.float32)
+    own = inputs.T @ inputs / np.float32(500)
+    found = dequantize(solve(one, own, FORMATS["Q5_0"]))
+    assert loss(one, found, own) <= loss(one, dequantize(quantize(np.ascontiguousarray(one), FORMATS["Q5_0"])), own) * (1 + 1e-5)
+
+
+def test_rows_that_are_no_whole_blocks_are_refused() -> None:
+    with pytest.raises(FormatError, match="multiple of 32"):
+        solve(weight()[:, :40], np.eye(40, dtype=np.float32), FORMATS["Q5_0"])
