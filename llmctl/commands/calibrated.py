@@ -198,9 +198,7 @@ def _show_plan(request: Calibrated, plan: CalibratedPlan, output: Path) -> None:
 
     document = plan_document(plan, output, request.facts)
     if request.report is not None and request.report.suffix.lower() == ".json":
-        from llmctl.commands.conversion import save_json
-
-        save_json(request.report, document)
+        _save_report(request, document)
     if request.json:
         console.print_json(document)
         return
@@ -220,7 +218,9 @@ def _show_result(
 ) -> None:
     from llmctl.quant.calibrated_report import document, summary_rows
 
-    found = document(plan, results, output, nbytes, {**request.facts, "seconds": round(time.perf_counter() - started, 2)})
+    found = document(plan, results, output, nbytes, dict(request.facts))
+    found["check"] = _checked(request, plan, output)
+    found["seconds"] = round(time.perf_counter() - started, 2)
     headers, rows = summary_rows(found)
     for line in console.format_table(headers, rows, right=range(2, len(headers))):
         console.info(line)
@@ -229,11 +229,40 @@ def _show_result(
             console.warn(f"{module['name']}: {module['fallback']}")
     bits = found["totals"]["bits_per_weight"]
     console.info(f"{console.format_bytes(nbytes)}, {bits:.2f} bits per weight, {found['seconds']:.1f} s")
-    if request.report is not None:
-        from llmctl.commands.conversion import save_json
-
-        save_json(request.report, found)
+    _save_report(request, found)
     if request.json:
         console.print_json(found)
     else:
         console.result(str(output))
+
+
+def _checked(request: Calibrated, plan: CalibratedPlan, output: Path) -> dict[str, Any] | None:
+    """How close the result is to the source, on the calibration text and on text left out of it."""
+    if not request.check or plan.calibration is None:
+        return None
+    from llmctl.quant.overfit_check import check
+
+    found = check(request.path, output, plan.calibration, plan.request.threads, request.family)
+    if "skipped" in found:
+        console.warn(f"The result was not measured: {found['skipped']}")
+        return found
+    for name in ("calibration", "held_out"):
+        if part := found[name]:
+            same = f"same top token {part['same_top']:.1%}"
+            console.info(f"KL divergence, {name.replace('_', '-')} text: {part['kl']:.5f} ± {part['kl_error']:.5f}, {same}")
+    if found.get("overfit"):
+        console.warn("The result is much closer on the calibration text than on other text: take more of it (--num-samples)")
+    return found
+
+
+def _save_report(request: Calibrated, found: dict[str, Any]) -> None:
+    from llmctl.commands.conversion import save_file, save_json
+
+    if request.report is None:
+        return
+    if request.report.suffix.lower() == ".json":
+        save_json(request.report, found)
+        return
+    from llmctl.quant.html_report import html_page
+
+    save_file(request.report, html_page(found).encode("utf-8", "replace"))

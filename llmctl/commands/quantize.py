@@ -89,7 +89,7 @@ def quantize(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Which rows are taken, where there are more.")] = 0,
     damping: Annotated[
         float | None,
-        typer.Option("--damping", min=0.0, max=1.0, help="Of GPTQ: a part of the mean E[x²].", show_default="0.01"),
+        typer.Option("--damping", min=0.0, max=1.0, help="Of GPTQ: a part of the mean E[x²].", show_default="0.05"),
     ] = None,
     activation_order: Annotated[
         bool | None,

@@ -21,6 +21,7 @@ from llmctl.quant.walk import LayerWeights
 from llmctl.runtime.models.topology import InputGroup, ScaleSource
 
 _POWERS = tuple(step / 20 for step in range(21))  # 0 is the identity
+_ROWS = 256  # of a matrix, evenly spaced, that the powers are tried on: all rows want much the same
 Rounder = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
 """(module, weight [N, K], importance [K]) → its rounded values."""
 
@@ -41,6 +42,7 @@ def choose_scales(
 ) -> Smoothing:
     """weights: float32 [N, K] by module, of one input. channels: which of the source's channels each column is: those of one
     share a scale."""
+    weights = {module: weight[:: max(1, len(weight) // _ROWS)] for module, weight in weights.items()}
     magnitudes = _by_channel(statistics.mean_magnitudes, channels)
     sizes = _by_channel(_mean_sizes(weights), channels)
     best = None

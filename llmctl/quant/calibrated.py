@@ -133,7 +133,8 @@ def make_calibrated_plan(request: Request, progress: FitProgress | None = None) 
         source = open_source(request.path, family=request.family if weights.checkpoint.kind != "gguf" else None)
         output_plan: PackedPlan | Plan = make_plan(source, request.recipe, pure=request.pure)
         solved = {*modules, head_module(weights.config)} if request.method.needs_text else set(modules)
-        targets: dict[str, Target] = dict(gguf_targets(output_plan, weights, solved))
+        feedback = request.method.name == "gptq"
+        targets: dict[str, Target] = dict(gguf_targets(output_plan, weights, solved, feedback=feedback))
         folder = None
     else:
         grid = _grid(request, modules)
@@ -167,7 +168,8 @@ def _fit(plan: CalibratedPlan, budget: Budget, progress: FitProgress | None) -> 
             progress=progress,
         )
     plan.output_plan = plan.fitted.plan
-    plan.targets = dict(gguf_targets(plan.output_plan, plan.weights, set(plan.targets)))
+    feedback = plan.request.method.name == "gptq"
+    plan.targets = dict(gguf_targets(plan.output_plan, plan.weights, set(plan.targets), feedback=feedback))
 
 
 def _projections(weights: ModelWeights) -> dict[str, tuple[int, ...]]:

@@ -15,10 +15,11 @@ import torch
 
 from llmctl.errors import FormatError
 from llmctl.kernels.encode import Encoder
+from llmctl.kernels.feedback import Feedback
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import Format
-from llmctl.quant import gptq
+from llmctl.quant import gptq, grid_gptq
 from llmctl.quant.integer_grid import GridValues, IntegerGrid, Search, round_to_grid, round_whole_tensor
 from llmctl.quant.statistics import Statistics
 
@@ -108,57 +109,74 @@ def solve_group(
 
 
 def _improve(
-    solved: dict[str, Solved], weights: dict[str, torch.Tensor], targets: dict[str, Target], statistics: Statistics | None,
-    hessian: torch.Tensor | None, method: Method, threads: int,
-) -> None:  # fmt: skip
+    solved: dict[str, Solved],
+    weights: dict[str, torch.Tensor],
+    targets: dict[str, Target],
+    statistics: Statistics | None,
+    hessian: torch.Tensor | None,
+    method: Method,
+    threads: int,
+) -> None:
     """Replace what GPTQ finds better values for."""
     seen = statistics is not None and hessian is not None and statistics.count > 0
-    factor = None
-    if seen:
-        factor = gptq.factorize(hessian, damping=method.damping, activation_order=method.activation_order)
-    if factor is None:
-        for one in solved.values():
-            one.facts["fallback"] = "the Hessian has no factor" if seen else "no token was seen"
-        return
-    for name, values in _compensated(weights, targets, statistics, hessian, factor, method, threads).items():
-        nearest, weight = solved[name], weights[name]
-        before, after = (float(gptq.loss(weight, one.values, hessian).sum()) for one in (nearest, values))
+    found = _compensated(weights, targets, statistics.mean_squares, hessian, method, threads) if seen else {}
+    for name, nearest in solved.items():
+        values = found.get(name)
+        if values is None:
+            nearest.facts["fallback"] = "the Hessian has no factor" if seen else "no token was seen"
+            continue
+        before, after = (float(gptq.loss(weights[name], one.values, hessian).sum()) for one in (nearest, values))
         if after <= before:
+            values.facts |= {"method": "gptq", "loss_rtn": before}
             solved[name] = values
-            values.facts |= {"method": "gptq", "damping": factor.damping, "loss_rtn": before}
-            if factor.note:
-                values.facts["fallback"] = factor.note
         else:
             nearest.facts["fallback"] = f"the loss of GPTQ, {after:.4g}, is above that of rounding, {before:.4g}"
 
 
 def _compensated(
-    weights: dict[str, torch.Tensor], targets: dict[str, Target], statistics: Statistics, hessian: torch.Tensor,
-    factor: gptq.Factor, method: Method, threads: int,
-) -> dict[str, Solved]:  # fmt: skip
-    """GPTQ's values. Matrices of one grid are solved as one."""
-    importance, found = statistics.mean_squares, {}
-    for target in dict.fromkeys(targets[name] for name in weights):
-        names = [name for name in weights if targets[name] == target]
-        if isinstance(target, Format):
-            found |= {name: _compensated_blocks(weights[name], target, hessian, importance, method) for name in names}
-            continue
-        together = gptq.solve(torch.cat([weights[name] for name in names]), target, factor, importance, threads=threads)
-        first = 0
-        for name in names:
-            part = together.rows(first, first + len(weights[name]))
-            found[name] = Solved(part.values, part)
-            first += len(weights[name])
+    weights: dict[str, torch.Tensor],
+    targets: dict[str, Target],
+    importance: torch.Tensor,
+    hessian: torch.Tensor,
+    method: Method,
+    threads: int,
+) -> dict[str, Solved]:
+    """GPTQ's values, none where the Hessian has no factor."""
+    found: dict[str, Solved] = {}
+    grids = [target for target in dict.fromkeys(targets[name] for name in weights) if isinstance(target, IntegerGrid)]
+    for grid in grids:
+        together = {name: weight for name, weight in weights.items() if targets[name] == grid}
+        found |= _on_grid(together, grid, importance, hessian, method, threads)
+    formats = {name: target for name, target in targets.items() if isinstance(target, Format)}
+    if formats:
+        prepared = grid_gptq.prepare(hessian.numpy(), method.damping)
+        solver = grid_gptq.Solver(Encoder(threads), Feedback(threads), method.damping)
+        for name, form in formats.items() if prepared is not None else ():
+            blocks = grid_gptq.solve_prepared(solver, weights[name].numpy(), prepared, form, importance.numpy())
+            found[name] = Solved(torch.from_numpy(dequantize(blocks)), blocks, {"damping": method.damping})
     return found
 
 
-def _compensated_blocks(
-    weight: torch.Tensor, target: Format, hessian: torch.Tensor, importance: torch.Tensor, method: Method
-) -> Solved:
-    from llmctl.quant import grid_gptq
-
-    blocks = grid_gptq.solve(weight.numpy(), hessian.numpy(), target, importance.numpy(), damping=method.damping)
-    return Solved(torch.from_numpy(dequantize(blocks)), blocks)
+def _on_grid(
+    weights: dict[str, torch.Tensor],
+    grid: IntegerGrid,
+    importance: torch.Tensor,
+    hessian: torch.Tensor,
+    method: Method,
+    threads: int,
+) -> dict[str, Solved]:
+    """Matrices of one grid are solved as one."""
+    factor = gptq.factorize(hessian, damping=method.damping, activation_order=method.activation_order)
+    if factor is None:
+        return {}
+    facts = {"damping": factor.damping, **({"fallback": factor.note} if factor.note else {})}
+    together = gptq.solve(torch.cat(list(weights.values())), grid, factor, importance, threads=threads)
+    found, first = {}, 0
+    for name, weight in weights.items():
+        part = together.rows(first, first + len(weight))
+        found[name] = Solved(part.values, part, dict(facts))
+        first += len(weight)
+    return found
 
 
 def _describe(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from llmctl.errors import UnsupportedError
+from llmctl.kernels.formats.grids import grid_spec
 from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.quant.convert import Plan
 from llmctl.quant.huggingface import gguf_reader
 from llmctl.quant.results import Results
-from llmctl.quant.rtn import Tensor
+from llmctl.quant.rtn import Stack, Tensor
 from llmctl.runtime.models.weights import ModelWeights
 
 
@@ -40,31 +41,53 @@ class SolvedWeights:
         self._weights.release(name)
 
 
-def gguf_targets(plan: Plan, weights: ModelWeights, modules: set[str]) -> dict[str, Format]:
-    """What the plan makes of the model's projections: whole module name → type, of those that are rounded."""
-    names = {weights.family.gguf_names.to_gguf(f"{module}.weight"): module for module in modules}
+def gguf_targets(plan: Plan, weights: ModelWeights, modules: Iterable[str], *, feedback: bool) -> dict[str, Format]:
+    """What the plan makes of the model's projections: whole module name → type, of those that are rounded.
+
+    feedback: errors will be fed back. UnsupportedError for a type that has no grid for that, and if nothing is rounded.
+    """
+    names = _by_gguf_name(weights, modules)
     found = {
-        names[tensor.source.name]: tensor.format
+        module: tensor.format
         for tensor in plan.tensors
-        if tensor.source.name in names and not tensor.format.is_plain
+        for module in names.get(tensor.source.name, ())
+        if not tensor.format.is_plain
     }
+    if feedback:
+        for form in dict.fromkeys(found.values()):
+            grid_spec(form)
     if not found:
         raise UnsupportedError(f"{plan.source.path}: {plan.type_name} rounds none of the model's projections")
     return found
 
 
+def _by_gguf_name(weights: ModelWeights, modules: Iterable[str]) -> dict[str, list[str]]:
+    """Modules by the name of the GGUF tensor that they are, or that they are stacked in, in order."""
+    found: dict[str, list[str]] = {}
+    for module in modules:
+        if name := weights.family.gguf_names.to_gguf(f"{module}.weight"):
+            found.setdefault(name, []).append(module)
+    return found
+
+
 def with_results(plan: Plan, weights: ModelWeights, results: Results, targets: Mapping[str, Format]) -> Plan:
     """The plan with the solved tensors in it."""
-    solved = SolvedWeights(weights, results, targets)
+    solved, names = SolvedWeights(weights, results, targets), _by_gguf_name(weights, targets)
     tensors = []
     for tensor in plan.tensors:
-        name = weights.family.gguf_names.to_hf(tensor.source.name)
-        module = name.removesuffix(".weight") if name else None
-        if module in targets:
-            source = replace(tensor.source, read=gguf_reader(solved, name), format=targets[module], kept=tensor.source.format)
+        modules, source = names.get(tensor.source.name), tensor.source
+        name = weights.family.gguf_names.to_hf(source.name)
+        if modules:
+            reader = _reader(solved, modules, source.shape)
+            source = replace(source, read=reader, format=tensor.format, kept=source.format, packed=None)
         elif name is not None and results.changed(name) is not None:
-            source = replace(tensor.source, read=gguf_reader(solved, name), format=FORMATS["F32"], kept=tensor.source.format)
-        else:
-            source = tensor.source
+            source = replace(source, read=gguf_reader(solved, name), format=FORMATS["F32"], kept=source.format, packed=None)
         tensors.append(replace(tensor, source=source))
     return replace(plan, tensors=tensors)
+
+
+def _reader(solved: SolvedWeights, modules: list[str], shape: tuple[int, ...]) -> Callable[[], Tensor | Stack]:
+    readers = [gguf_reader(solved, f"{module}.weight") for module in modules]
+    if not solved.family.gguf_names.is_stack(f"{modules[0]}.weight"):
+        return readers[0]
+    return lambda: Stack(readers, shape)

@@ -73,6 +73,8 @@ def distance(path: Path, other: Path, ids: list[int] = IDS) -> float:
         ("ptq", "compressed-tensors", ("--bits", "8")),
         ("ptq", "gptq", ("--bits", "8", "--per-tensor")),
         ("ptq", "gguf", ("--type", "Q4_1")),
+        ("gptq", "gguf", ("--type", "Q4_0")),
+        ("awq", "gguf", ("--type", "Q4_1")),
         ("rtn", "gptq", ("--group-size", "-1")),
     ],
 )
@@ -102,6 +104,27 @@ def values(weights: ModelWeights, name: str) -> np.ndarray:
     return dequantize(weights.read(name))
 
 
+@pytest.mark.parametrize("options", [("--method", "gptq"), ("--method", "awq"), ("--method", "gptq", "--format", "gguf")])
+def test_experts_that_no_token_chose_are_listed(
+    tmp_path_factory: pytest.TempPathFactory, quantize: Callable[..., dict[str, Any]], options: tuple[str, ...]
+) -> None:
+    """The router never chooses the fourth: what it reads is taken from all tokens, and it is made of numbers."""
+    folder = tmp_path_factory.mktemp("experts") / "tiny-mixtral"
+    make_tiny_model(folder, "mixtral", tokenizer="bpe", num_hidden_layers=1)
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("mlp.gate.weight") or name.endswith("block_sparse_moe.gate.weight"))
+    weights[name][1:], weights[name][1] = 0, -weights[name][0]  # one of the first two is above zero, and the third comes next
+    save_file(weights, folder / "model.safetensors")
+    output = Path("out.gguf" if "gguf" in options else "out")
+    found = quantize(folder, *options, "-o", str(output))
+    unseen = {module["name"]: module["fallback"] for module in found["modules"] if not module["tokens"]}
+    assert {int(name.rpartition(".experts.")[2].partition(".")[0]) for name in unseen} == set(range(3, len(weights[name])))
+    for module, fallback in unseen.items():
+        what = "its weights alone" if "down" in module else "what all tokens bring"
+        assert fallback == f"no token reached it: fitted to {what}"
+    assert np.isfinite(logits(output)).all()
+
+
 def test_gptq_is_closer_than_rounding(tiny: Path, quantize: Callable[..., dict[str, Any]]) -> None:
     """On text that it has not seen."""
     for method in ("rtn", "gptq"):
@@ -126,6 +149,19 @@ def test_the_importance_matrix_is_llama_cpps(tiny: Path, quantize: Callable[...,
     assert found.weights["blk.1.ffn_down.weight"].shape == (1, 160)
     again = quantize(tiny, "--method", "rtn", "--format", "gguf", "--type", "Q4_0", "--imatrix", "i.gguf", "-o", "o.gguf")
     assert again["imatrix"] == "i.gguf"
+
+
+def test_the_report_says_how_close_the_result_is(tiny: Path, quantize: Callable[..., dict[str, Any]]) -> None:
+    options = ("--method", "gptq", "--check", "-o", "out", "--report", "r.html")
+    found = quantize(tiny, *options)
+    page = Path("r.html").read_text("utf-8")
+    assert page.count("<rect") == 14
+    assert page.count("<tr>") == 15
+    assert all(module["name"] in page for module in found["modules"])
+    for part in ("calibration", "held_out"):
+        assert 0 < found["check"][part]["kl"] < 2
+        assert f"KL divergence {found['check'][part]['kl']:.5f}" in page
+    assert "KL divergence, held-out text" in found["stderr"]
 
 
 def test_the_plan_is_what_is_done(tiny: Path, quantize: Callable[..., dict[str, Any]], here: Path) -> None:
