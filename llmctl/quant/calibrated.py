@@ -234,7 +234,7 @@ def _memory(plan: CalibratedPlan) -> MemoryPlan:
         _inputs_at_once(plan, layer, shapes),
         calibration.num_tokens,
         max(map(len, calibration.rows)),
-        plan.request.method.needs_products,
+        plan.request.method.needs_products or plan.request.budget is not None,
     )
     limit, available = plan.request.max_ram, memory().available
     found = plan_memory(demand, plan.request.threads, limit)
@@ -262,6 +262,8 @@ def _inputs_at_once(plan: CalibratedPlan, layer: int, shapes: dict[str, tuple[in
     sizes = {group: shapes[f"model.layers.{layer}.{group.modules[0]}"][-1] for group in groups}
     if plan.request.method.name == "awq":
         return list(sizes.values()) * 3  # as measured, and those of the plain and of the smoothed trial
+    if plan.request.budget is not None:
+        return list(sizes.values())  # a survey looks at a layer in one go
     stages = [[sizes[group] for group in part] for _, part in itertools.groupby(groups, lambda group: group.stage)]
     return max((sorted(stage)[-GROUPS_AT_ONCE:] for stage in stages), key=lambda part: sum(size * size for size in part))
 

@@ -38,7 +38,7 @@ class Divergence:
         walk.activations.close()
 
     def __call__(self, replaced: Mapping[str, np.ndarray]) -> float:
-        """replaced: float32 by whole Hugging Face name."""
+        """replaced: float32 by whole Hugging Face name; asked for one layer at a time."""
         walk = self._walk(replaced)
         config = self._weights.config
         first = min([config.num_layers, *map(_layer, replaced)])
@@ -48,7 +48,7 @@ class Divergence:
                 walk.activations.write(index, x)
         for index in range(max(0, first), config.num_layers):
             layer = walk.layer(index)
-            layer.replaced |= {name: values for name, values in replaced.items() if _layer(name) == index}
+            layer.replaced |= {name: replaced[name] for name in replaced if _layer(name) == index}
             walk.advance(layer)
         found = _kept(walk.activations, len(walk.batches))
         walk.activations.close()

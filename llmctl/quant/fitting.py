@@ -6,18 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-import numpy as np
-
 from llmctl.errors import UnsupportedError, UsageError
-from llmctl.kernels.encode import Encoder
-from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.spec import Format
 from llmctl.quant.budget import Assignment, Group, Option, assign
 from llmctl.quant.convert import Plan, PlannedTensor, make_plan, planned_file_bytes
 from llmctl.quant.divergence import Divergence
-from llmctl.quant.head import head_module, head_rows
+from llmctl.quant.head import head_module
 from llmctl.quant.recipe import RECIPES, Recipe
-from llmctl.quant.survey import Surveyed, measure, survey, survey_head
+from llmctl.quant.survey import RoundedWeights, Surveyed, measure, survey, survey_head
 from llmctl.quant.walk import Walk
 from llmctl.runtime.models.topology import layer_topology
 from llmctl.runtime.models.weights import ModelWeights
@@ -166,12 +162,13 @@ def _better(
     """The assignment, or the largest recipe that fits the budget where that diverges less when both are rounded."""
     formats = {planned[module].source.name: form for module, form in found.formats.items()}
     fitted = retyped(plan, formats)
-    measured = divergence(_rounded(weights, found.formats))
+    measured = divergence(RoundedWeights(weights, found.formats))
     uniform = _largest_recipe(plan, budget, set(formats))
     if uniform is None:
         return Fitted(fitted, found.cost, measured, None, None)
     recipe, other = uniform
-    theirs = divergence(_rounded(weights, {module: _by_module(other, weights)[module].format for module in found.formats}))
+    uniform_types = {module: tensor.format for module, tensor in _by_module(other, weights).items() if module in found.formats}
+    theirs = divergence(RoundedWeights(weights, uniform_types))
     return Fitted(fitted if measured <= theirs else other, found.cost, measured, recipe.name, theirs)
 
 
@@ -186,17 +183,3 @@ def _largest_recipe(plan: Plan, budget: Budget, names: set[str]) -> tuple[Recipe
         if size <= budget.for_groups(other, names) and (best is None or size > best[0]):
             best = size, recipe, other
     return best[1:] if best is not None else None
-
-
-def _rounded(weights: ModelWeights, formats: Mapping[str, Format]) -> dict[str, np.ndarray]:
-    """float32 by whole name, of all modules rounded to these types."""
-    encoder, head = Encoder(1), head_module(weights.config)
-    found = {}
-    for module, form in formats.items():
-        if module == head:
-            found[f"{module}.weight"] = np.concatenate([dequantize(encoder.encode(rows, form)) for rows in head_rows(weights)])
-            continue
-        values = np.array(dequantize(weights.read(f"{module}.weight")), np.float32)
-        found[f"{module}.weight"] = values if form.is_plain else dequantize(encoder.encode(values, form))
-        weights.release(f"{module}.weight")
-    return found

@@ -6,7 +6,7 @@ they will be. How much the output suffers from a loss is measured by rounding th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -105,13 +105,41 @@ def _add_rows(one: Surveyed, solver: Solver, rows: np.ndarray, share: float, hes
     for form in types_for(rows.shape[1]):
         found = dequantize(solve_prepared(solver, rows, hessian, form, importance))
         one.losses[form.name] = one.losses.get(form.name, 0.0) + share * loss(rows, found, hessian.raw)
-    one.probe_loss += share * loss(rows, rounded(rows), hessian.raw)
+    nearest = dequantize(solver.encoder.encode(rows, probe_type(rows.shape[1])))
+    one.probe_loss += share * loss(rows, nearest, hessian.raw)
 
 
-def rounded(weight: np.ndarray) -> np.ndarray:
-    """float32 of the weight in the widest type that probes round to."""
-    form = [form for form in types_for(weight.shape[1]) if form.bits_per_weight <= _PROBE_BITS][-1]
-    return dequantize(Encoder(1).encode(weight, form))
+def probe_type(columns: int) -> Format:
+    """What rows of this length are rounded to on trial."""
+    return [form for form in types_for(columns) if form.bits_per_weight <= _PROBE_BITS][-1]
+
+
+class RoundedWeights(Mapping[str, np.ndarray]):
+    """float32 by whole tensor name, of modules rounded to nearest. Each is made when it is asked for: one is in memory at a time.
+
+    formats: by whole module name.
+    """
+
+    def __init__(self, weights: ModelWeights, formats: Mapping[str, Format]) -> None:
+        self._weights, self._formats, self._encoder = weights, formats, Encoder(1)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        module = name.removesuffix(".weight")
+        form = self._formats[module]
+        if module == head_module(self._weights.config):
+            return np.concatenate([self._round(rows, form) for rows in head_rows(self._weights)])
+        values = np.array(dequantize(self._weights.read(name)), np.float32)
+        self._weights.release(name)
+        return self._round(values, form)
+
+    def _round(self, values: np.ndarray, form: Format) -> np.ndarray:
+        return values if form.is_plain else dequantize(self._encoder.encode(values, form))
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{module}.weight" for module in self._formats)
+
+    def __len__(self) -> int:
+        return len(self._formats)
 
 
 def measure(groups: Sequence[Surveyed], walk: Walk, divergence: Divergence, progress: Progress | None = None) -> list[float]:
@@ -119,24 +147,15 @@ def measure(groups: Sequence[Surveyed], walk: Walk, divergence: Divergence, prog
     zones = _zones(groups)
     probes = {}
     for done, (key, members) in enumerate(zones.items(), 1):
-        weights = {}
-        for one in members:
-            for name in one.names:
-                weights[f"{name}.weight"] = _probe(walk.weights, name)
-        probes[key] = Probe(sum(one.probe_loss for one in members), divergence(weights))
+        weights = walk.weights
+        names = [name for one in members for name in one.names]
+        coarse = {name: probe_type(weights.stored(f"{name}.weight").shape[-1]) for name in names}
+        probes[key] = Probe(sum(one.probe_loss for one in members), divergence(RoundedWeights(weights, coarse)))
         if progress is not None:
             progress(done, len(zones))
     found = slopes(probes)
     by_group = {id(one): found[key] for key, members in zones.items() for one in members}
     return [by_group[id(one)] for one in groups]
-
-
-def _probe(weights: ModelWeights, module: str) -> np.ndarray:
-    if module == head_module(weights.config):
-        return np.concatenate([rounded(rows) for rows in head_rows(weights)])
-    values = np.array(dequantize(weights.read(f"{module}.weight")), np.float32)
-    weights.release(f"{module}.weight")
-    return rounded(values)
 
 
 def _zones(groups: Sequence[Surveyed]) -> dict[str, list[Surveyed]]:
