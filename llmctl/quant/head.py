@@ -14,7 +14,7 @@ from llmctl.kernels.feedback import Feedback
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import Format
-from llmctl.quant.grid_gptq import Solver, prepare, solve_prepared
+from llmctl.quant.grid_gptq import PASSES, Solver, prepare, solve_prepared
 from llmctl.quant.statistics import Statistics
 from llmctl.quant.walk import Walk
 from llmctl.runtime.checkpoint.names import take_rows
@@ -23,6 +23,7 @@ from llmctl.runtime.models.layers import Norm
 from llmctl.runtime.models.weights import ModelWeights
 
 _ROWS = 4096
+_FINE_BITS = 8  # from here on errors are so small that only feeding them back is worth the time, with as many rows as heads have
 
 
 def head_module(config: ModelConfig) -> str:
@@ -44,7 +45,8 @@ def solve_head(weights: ModelWeights, statistics: Statistics, form: Format, damp
     """The head in blocks of `form`; some thousand rows are in memory at a time. The sums of the statistics are used up."""
     hessian = prepare(statistics.take_hessian().numpy(), damping)
     importance = statistics.mean_squares.numpy()
-    solver = Solver(Encoder(threads), Feedback(threads), damping)
+    passes = PASSES if form.bits_per_weight < _FINE_BITS else 0
+    solver = Solver(Encoder(threads), Feedback(threads), damping, passes)
     name = head_module(weights.config) + ".weight"
     parts = [solve_prepared(solver, rows, hessian, form, importance).blocks for rows in head_rows(weights)]
     return QuantTensor(form, weights.stored(name).shape, np.concatenate(parts))
