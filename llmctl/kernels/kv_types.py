@@ -59,10 +59,10 @@ def row_bytes(elements: int, side: str) -> int | None:
 
 
 def rotation(side: str, *sizes: int) -> int:
-    """How many numbers of a head are rotated together: the largest power of two that divides every size; 0 for none."""
+    """How many numbers of a head are rotated together: 32, or the largest power of two that divides every size; 0 for none."""
     if side != "q4_0":
         return 0
     common = 0
     for size in sizes:
         common |= size
-    return common & -common
+    return min(common & -common, BLOCK_TYPES[side].elements_per_block)

@@ -42,7 +42,8 @@ def test_bytes_of_a_row() -> None:
     assert [row_bytes(80, side) for side in KV_TYPES] == [320, 160, 160, 80, None, None, None]
 
 
-def test_four_bits_are_rotated_by_the_largest_power_of_two_that_divides() -> None:
-    assert [rotation("q4_0", size) for size in (32, 64, 96, 128, 256)] == [32, 64, 32, 128, 256]
-    assert rotation("q4_0", 576, 512) == 64
+def test_four_bits_are_rotated_in_the_blocks_they_are_kept_in() -> None:
+    assert [rotation("q4_0", size) for size in (32, 64, 96, 128, 256)] == [32] * 5
+    assert rotation("q4_0", 576, 512) == 32
+    assert rotation("q4_0", 96, 48) == 16
     assert rotation("q8_0", 64) == 0

@@ -72,15 +72,16 @@ static inline int64_t kv_head_bytes(const KvShape& shape) {
   return kv_key_bytes(shape) + (shape.latent ? 0 : kv_part_bytes(shape.value_type, padded_head_dim(shape.head_dim)));
 }
 
-// Numbers that are rotated together, 0 where rows are kept as they are: the largest power of two that divides a row, and of
-// latent pages its values as well.
+// Numbers that are rotated together, 0 where rows are kept as they are: 32, or the largest power of two that divides a row, and
+// of latent pages its values as well. More would carry an outlier into blocks that have none.
+static inline int64_t kv_rotation(int64_t sizes) { return (sizes & -sizes) < 32 ? sizes & -sizes : 32; }
 static inline int64_t kv_key_rotation(const KvShape& shape) {
   int64_t sizes = shape.head_dim | shape.latent;
-  return shape.rotates && shape.key_type == KvType::Q4_0 ? sizes & -sizes : 0;
+  return shape.rotates && shape.key_type == KvType::Q4_0 ? kv_rotation(sizes) : 0;
 }
 static inline int64_t kv_value_rotation(const KvShape& shape) {
   if (shape.latent) return kv_key_rotation(shape);
-  return shape.rotates && shape.value_type == KvType::Q4_0 ? shape.head_dim & -shape.head_dim : 0;
+  return shape.rotates && shape.value_type == KvType::Q4_0 ? kv_rotation(shape.head_dim) : 0;
 }
 static inline int64_t kv_page_bytes(const KvShape& shape) { return shape.kv_heads * kv_head_bytes(shape); }
 
