@@ -28,6 +28,7 @@ from llmctl.quant.statistics import Statistics
 from llmctl.quant.walk import LayerWeights, Walk, one_thread_each
 from llmctl.quant.work_folder import WorkFolder
 from llmctl.runtime.checkpoint.packed_bits import pack_codes
+from llmctl.runtime.machine import return_free_memory
 from llmctl.runtime.models.topology import InputGroup, layer_topology, scale_groups
 from llmctl.runtime.models.weights import ModelWeights
 
@@ -96,6 +97,7 @@ def run(job: Job, walk: Walk | None, work: WorkFolder, progress: Progress | None
                 _keep(work, index, layer, result)
             if walk is not None and (index + 1 < count or job.head_format is not None):
                 walk.advance(layer)
+            return_free_memory()
             if progress is not None:
                 progress(index + 1, count)
         if job.head_format is not None and not work.has(HEAD_LAYER):
@@ -149,6 +151,7 @@ def _solve_stage(job: Job, walk: Walk, layer: LayerWeights, groups: list[InputGr
         result.note(part, found)
         for group in part:
             _solve(job, layer, group, found, result)
+        return_free_memory()
 
 
 def _seen_at(groups: list[InputGroup]) -> list[str]:

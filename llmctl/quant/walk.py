@@ -23,6 +23,7 @@ from llmctl.quant.statistics import Statistics
 from llmctl.quant.workers import Workers
 from llmctl.runtime.checkpoint.names import take_rows
 from llmctl.runtime.checkpoint.text import quoted
+from llmctl.runtime.machine import return_free_memory
 from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.decoder import DecoderLayer, embedded
 from llmctl.runtime.models.weights import ModelWeights
@@ -125,6 +126,7 @@ class Walk:
             lambda lane: self._collect_lane(built, wanted, lane, products), range(self.lanes)
         ))  # fmt: skip
         self.ops.forget()
+        return_free_memory()
         seen = {module: [lane[module] for lane in lanes if module in lane] for module in modules}
         found = {module: _merged(parts) for module, parts in seen.items() if parts}
         for module, statistics in found.items():
