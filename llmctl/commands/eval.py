@@ -67,6 +67,9 @@ def evaluate(
         int, typer.Option("--ctx-size", "--ctx", "-c", min=4, help="Tokens of a chunk; the second half of each counts.")
     ] = 512,
     chunks: Annotated[int | None, typer.Option("--chunks", min=1, help="Most chunks.", show_default="all of the text")] = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="With --against: signal to noise after every layer, computed in float32 by torch.")
+    ] = False,
     as_family: AsOption = None,
     threads: ThreadsOption = None,
     kv_type: KvTypeOption = None,
@@ -87,6 +90,8 @@ def evaluate(
 
     if against_as is not None and against is None:
         raise UsageError("--against-as is for a model that --against names: from the same file it is of the same family")
+    if layers and against is None:
+        raise UsageError("--layers compares two models layer by layer: --against names the other")
     if text is None:
         raise UsageError("there is no text to measure on: --text FILE names one")
     ours = {"backend": backend, "device": device, "dtype": dtype, "kv_type": kv_type, "activations": activations}
@@ -104,7 +109,23 @@ def evaluate(
         other = _load(_beside(first, against, loading, pieces, content), threads)
     with console.progress("Evaluating", len(pieces), unit="chunk") as bar:
         result = run(loaded, pieces, other, bar.update_to)
-    _print_json(loaded, other, text, result) if json else _print(other, result)
+    sqnr = _sqnr(loaded, other, (as_family, against_as), pieces) if layers and other is not None else None
+    _print_json(loaded, other, text, result, sqnr) if json else _print(other, result, sqnr)
+
+
+def _sqnr(
+    loaded: LoadedModel, other: LoadedModel, families: tuple[str | None, ...], pieces: list[list[int]]
+) -> list[float]:
+    from llmctl.quant.layer_sqnr import layer_sqnr
+    from llmctl.runtime.models.registry import chosen_family
+    from llmctl.runtime.models.weights import ModelWeights
+
+    models = [
+        ModelWeights(model.checkpoint, chosen_family(family))
+        for model, family in zip((loaded, other), families, strict=True)
+    ]
+    with console.progress("Comparing layers", loaded.config.num_layers, unit="layer") as bar:
+        return layer_sqnr(*models, pieces, loaded.ops.threads, bar.update_to)
 
 
 def _for_other(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +183,7 @@ def _load(opened: OpenedModel, threads: int | None) -> LoadedModel:
     return load_weights(opened, threads)[0]
 
 
-def _print(other: LoadedModel | None, result: Evaluation) -> None:
+def _print(other: LoadedModel | None, result: Evaluation, sqnr: list[float] | None) -> None:
     rows = [("perplexity", _pm(result.perplexity, 4))]
     if (found := result.comparison) is not None:
         rows += [
@@ -176,6 +197,7 @@ def _print(other: LoadedModel | None, result: Evaluation) -> None:
         ]
     console.info(f"{result.num_chunks} chunks of {result.context_length} tokens, {result.num_scored} places counted")
     console.info(f"The other model is {other.checkpoint.path}" if other else "No other model was asked for (--against)")
+    rows += [(f"signal to noise after layer {number}", f"{value:.2f} dB") for number, value in enumerate(sqnr or ())]
     console.table(("MEASURE", "VALUE"), rows)
 
 
@@ -183,9 +205,11 @@ def _pm(estimate: Estimate, digits: int) -> str:
     return f"{estimate.value:.{digits}f} ± {estimate.error:.{digits}f}"
 
 
-def _print_json(loaded: LoadedModel, other: LoadedModel | None, text: Path, result: Evaluation) -> None:
+def _print_json(
+    loaded: LoadedModel, other: LoadedModel | None, text: Path, result: Evaluation, sqnr: list[float] | None
+) -> None:
     models = {"model": _facts(loaded), "against": _facts(other) if other else None}
-    console.print_json({"text": str(text), **models, **asdict(result)})
+    console.print_json({"text": str(text), **models, **asdict(result), "layer_sqnr_db": sqnr})
 
 
 def _facts(model: LoadedModel) -> dict[str, Any]:

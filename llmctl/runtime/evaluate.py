@@ -23,6 +23,7 @@ from llmctl.runtime.loading import LoadedModel
 from llmctl.runtime.tokenizer import Tokenizer
 
 SHORTEST_CHUNK = 4
+_POSITION_RANGES = 8
 _LOGITS_BYTES = 64 << 20  # at once, of one model
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
@@ -65,14 +66,25 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class PositionRange:
+    """Means over the places first … last of all chunks: −log p of the text's token, and KL where two models are compared."""
+
+    first: int
+    last: int
+    nll: float
+    kl: float | None
+
+
+@dataclass(frozen=True)
 class Evaluation:
-    """num_chunks of context_length tokens each, num_scored places counted in all."""
+    """num_chunks of context_length tokens each, num_scored places counted in all. positions: how it goes along a chunk."""
 
     num_chunks: int
     context_length: int
     num_scored: int
     perplexity: Estimate
     comparison: Comparison | None
+    positions: list[PositionRange]
 
 
 @dataclass(frozen=True)
@@ -164,7 +176,22 @@ def _summary(num_chunks: int, context_length: int, scores: list[_Score], compare
     nll, other_nll, kl, same_top = np.array([astuple(score) for score in scores]).T
     perplexity = Estimate.mean(nll).exp()
     comparison = _comparison(nll, other_nll, kl, same_top) if compared else None
-    return Evaluation(num_chunks, context_length, len(scores), perplexity, comparison)
+    positions = _positions(nll.reshape(num_chunks, -1), kl.reshape(num_chunks, -1), context_length // 2, compared)
+    return Evaluation(num_chunks, context_length, len(scores), perplexity, comparison, positions)
+
+
+def _positions(nll: np.ndarray, kl: np.ndarray, begin: int, compared: bool) -> list[PositionRange]:
+    """nll, kl [chunks, places], the first place at position `begin`: means over ranges of about equal length."""
+    ranges = [part for part in np.array_split(np.arange(nll.shape[1]), _POSITION_RANGES) if len(part)]
+    return [
+        PositionRange(
+            begin + int(part[0]),
+            begin + int(part[-1]),
+            float(nll[:, part].mean()),
+            float(kl[:, part].mean()) if compared else None,
+        )
+        for part in ranges
+    ]
 
 
 def _comparison(nll: np.ndarray, other_nll: np.ndarray, kl: np.ndarray, same_top: np.ndarray) -> Comparison:

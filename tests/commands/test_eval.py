@@ -70,6 +70,24 @@ def test_two_models_side_by_side(call, models, text):
     assert report["against"]["path"] == str(models["other"])
 
 
+def test_divergence_along_a_chunk_and_from_layer_to_layer(call, models, text):
+    common = ("--text", text, "-c", 24, "--chunks", 4, "-t", 1, "-q", "--json")
+    report = json.loads(call("eval", models["llama"], "--against", models["other"], *common, "--layers").out)
+    parts = report["positions"]
+    assert (parts[0]["first"], parts[-1]["last"]) == (12, 22)
+    counts = [part["last"] - part["first"] + 1 for part in parts]
+    assert sum(counts) * 4 == report["num_scored"]
+    mean = sum(part["kl"] * count for part, count in zip(parts, counts, strict=True)) / sum(counts)
+    assert mean == pytest.approx(report["comparison"]["kl"]["value"])
+    assert len(report["layer_sqnr_db"]) == load_model(models["llama"]).config.num_layers
+    assert all(-20 < value < 20 for value in report["layer_sqnr_db"])
+    same = json.loads(call("eval", models["llama"], "--against", models["llama"], *common, "--layers").out)
+    assert set(same["layer_sqnr_db"]) == {None}  # infinite
+    alone = call("eval", models["llama"], *common, "--layers")
+    assert (alone.code, alone.out) == (2, "")
+    assert "--layers compares two models layer by layer: --against names the other" in alone.err
+
+
 def test_the_table_names_every_measure(call, models, text):
     done = call("eval", models["llama"], "--against", models["llama"], "--text", text, "-c", 24, "--chunks", 2)
     assert done.code == 0
