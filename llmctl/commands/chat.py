@@ -20,7 +20,7 @@ from llmctl.commands.answer import (
 from llmctl.commands.answer_view import AnswerView, render_markdown
 from llmctl.commands.chat_prompt import make_prompt, unquoted
 from llmctl.commands.thinking import OPEN
-from llmctl.errors import ChatTemplateError, ContextLengthError, LlmctlError, OutputError
+from llmctl.errors import ChatTemplateError, ContextLengthError, LlmctlError, OutputError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from llmctl.commands.session import Session
@@ -32,11 +32,13 @@ FAREWELL = "Ctrl-D or /exit leaves; so does Ctrl-C a second time."
 @dataclass
 class ChatOptions:
     """How a chat goes. markdown: render answers. thinking: what is shown of <think> … </think>. overflow: what happens when
-    the conversation no longer fits the context: "refuse" the message, or "slide", leaving out the oldest turns."""
+    the conversation no longer fits the context: "refuse" the message, or "slide", leaving out the oldest turns. goes_on: begin
+    with the last chat."""
 
     markdown: bool = True
     thinking: Literal["show", "dim", "hide"] = "dim"
     overflow: Literal["refuse", "slide"] = "refuse"
+    goes_on: bool = False
 
 
 def chat(session: Session, options: ChatOptions) -> None:
@@ -56,13 +58,42 @@ def chat(session: Session, options: ChatOptions) -> None:
     for line in conversation.describe():
         console.detail(line)
     console.info(f"{session.request.name}, context of {model.context_length} tokens. /help lists what can be done.")
-    ChatLoop(conversation).run()
+    if options.goes_on:
+        _go_on(conversation)
+    try:
+        ChatLoop(conversation).run()
+    finally:
+        _keep(conversation)
+
+
+def _go_on(conversation: Conversation) -> None:
+    """Begin with the last chat. Errors: UsageError if there is none, FormatError if it was with another model."""
+    from llmctl.commands.saved_chat import last_chat, load_chat
+
+    try:
+        console.info(load_chat(conversation, last_chat()))
+    except FileNotFoundError:
+        raise UsageError(f"--continue: there is no earlier chat ({last_chat()})") from None
+
+
+def _keep(conversation: Conversation) -> None:
+    """Keep the chat for --continue. That it cannot be kept is no failure of the chat."""
+    from llmctl.commands.saved_chat import keep_last_chat
+
+    if conversation.messages and conversation.has_changed:
+        try:
+            keep_last_chat(conversation)
+        except UnsupportedError as error:
+            console.detail(f"the chat is not kept for --continue: {error}")
+        except (LlmctlError, OSError) as error:
+            console.warn(f"the chat is not kept for --continue: {error}")
 
 
 class Conversation:
     """Messages so far, how the next one is answered, and the engine that does it.
 
-    first: the messages before this one are no longer sent, since they did not fit.
+    first: the messages before this one are no longer sent, since they did not fit. has_changed: something was said since it
+    began.
     """
 
     def __init__(self, session: Session, model: LoadedModel, options: ChatOptions | None = None) -> None:
@@ -72,6 +103,7 @@ class Conversation:
         self.system = session.request.system
         self.messages: list[dict[str, str]] = []
         self.last: Answer | None = None
+        self.has_changed = False
 
     def describe(self) -> list[str]:
         """The model and the sampling in force."""
@@ -105,6 +137,7 @@ class Conversation:
         self.last = answer
         if answer.text:
             self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+            self.has_changed = True
         return answer
 
     def _view(self, ids: list[int]) -> AnswerView:

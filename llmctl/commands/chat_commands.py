@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llmctl.commands import console
@@ -57,6 +58,8 @@ class ChatCommands:
             "/set": (self._set, "/set NAME VALUE changes the sampling or the view, alone lists both: " + ", ".join(_NAMES)),
             "/show": (self._show, "What answers, and how."),
             "/stats": (self._stats, "Counts and rates of the last answer."),
+            "/save": (self._save, "/save FILE keeps the conversation and its cache."),
+            "/load": (self._load, "/load FILE goes on with a saved one."),
             "/tokens": (self._tokens, "How much of the context the conversation takes."),
             "/kv": (self._kv, "What the cache of keys and values holds."),
         }
@@ -144,6 +147,21 @@ class ChatCommands:
         for line in describe_stats(self._conversation.last.stats):
             console.result(line)
 
+    def _save(self, rest: str) -> None:
+        from llmctl.commands.saved_chat import save_chat
+
+        path = _path(rest, "/save")
+        count = save_chat(self._conversation, path)
+        console.result(f"{len(self._conversation.messages)} messages and the cache of {count} tokens are in {path}.")
+
+    def _load(self, rest: str) -> None:
+        from llmctl.commands.saved_chat import load_chat
+
+        try:
+            console.result(load_chat(self._conversation, _path(rest, "/load")))
+        except OSError as error:
+            raise UsageError(f"{error.filename}: {error.strerror}") from None
+
     def _kv(self, rest: str) -> None:
         for line in describe_cache(self._conversation):
             console.result(line)
@@ -152,6 +170,12 @@ class ChatCommands:
         conversation = self._conversation
         used = len(conversation.token_ids(conversation.messages[conversation.first :], reply=False))
         console.result(f"{used} of {self._conversation.model.context_length} tokens")
+
+
+def _path(rest: str, name: str) -> Path:
+    if not rest:
+        raise UsageError(f"{name} needs the name of a file")
+    return Path(rest).expanduser()
 
 
 def describe_cache(conversation: Conversation) -> list[str]:

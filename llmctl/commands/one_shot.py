@@ -18,6 +18,7 @@ from llmctl.commands.answer import (
     show_text,
     stream_answer,
 )
+from llmctl.commands.saved_chat import PromptCache
 from llmctl.errors import LlmctlError
 
 if TYPE_CHECKING:
@@ -42,7 +43,13 @@ def answer_once(session: Session, prompt: str) -> None:
     model, load_s = load_weights(session.opened, session.request.threads)
     for line in [*describe_model(session.request.name, model), *describe_sampling(session.params, session.from_file)]:
         console.detail(line)
-    answer = _generate(session, session.engine(model), token_ids)
+    engine = session.engine(model)
+    cache = PromptCache(session.request.prompt_cache, engine) if session.request.prompt_cache else None
+    if cache is not None:
+        cache.load(token_ids)
+    answer = _generate(session, engine, token_ids)
+    if cache is not None:
+        cache.save([*token_ids, *(token.token_id for token in answer.tokens)])
     if session.request.json:
         console.print_json(answer_json.document(session, model, answer, load_s))
     if session.request.json_lines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from llmctl.commands import console
 from llmctl.commands import run_options as opt
@@ -85,6 +86,8 @@ def run(
     markdown: opt.MarkdownOption = True,
     thinking: opt.ThinkingOption = "dim",
     overflow: opt.OverflowOption = None,
+    prompt_cache: opt.PromptCacheOption = None,
+    goes_on: opt.ContinueOption = False,
     preset: opt.PresetOption = None,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
@@ -144,12 +147,15 @@ def run(
         banned=[text_argument(text, "--ban") for text in ban or []],
         breakers=smp.breakers(dry_sequence_breaker, is_on=bool(dry_multiplier)),
         draft=draft_request(draft, num_draft_tokens),
+        prompt_cache=prompt_cache,
     )
     _check(request)
     if logprobs is not None and not (json or json_lines or batch):
         raise UsageError("--logprobs are a part of --json and --json-lines: add one of them")
     if batch is None and (output or parallel or force):
         raise UsageError(f"{'-o' if output else '--parallel' if parallel else '--force'} is for --batch")
+    if batch is not None and prompt_cache is not None:
+        raise UsageError("--prompt-cache is for a single prompt, not for --batch")
     if batch is not None and (argument is not None or file or json or json_lines):
         raise UsageError(
             "--batch has its prompts in its file and writes JSON lines: leave out the prompt, --json and --json-lines"
@@ -160,12 +166,17 @@ def run(
 
         answer_batch(open_session(request), batch, output, parallel=parallel or DEFAULT_PARALLEL, force=force)
     else:
-        _dispatch(request, _whole_prompt(file, argument), markdown=markdown, thinking=thinking, overflow=overflow)
+        view = {"markdown": markdown, "thinking": thinking, "overflow": overflow, "goes_on": goes_on}
+        _dispatch(request, _whole_prompt(file, argument), view)
 
 
-def _dispatch(request: Request, prompt: str | None, *, markdown: bool, thinking: str, overflow: str | None) -> None:
-    if prompt is not None and overflow is not None:
+def _dispatch(request: Request, prompt: str | None, view: dict[str, Any]) -> None:
+    if prompt is not None and view["overflow"] is not None:
         raise UsageError("--overflow is for the chat: nothing is left out of a single prompt")
+    if prompt is not None and view["goes_on"]:
+        raise UsageError("--continue is for the chat: leave out the prompt")
+    if prompt is None and request.prompt_cache is not None:
+        raise UsageError("--prompt-cache is for a single prompt; a chat is kept with /save, and for --continue")
     if prompt is None and (request.json or request.json_lines or request.raw or not console.is_interactive()):
         raise UsageError(
             "there is no prompt: give one as an argument, with -p or -f, or on stdin"
@@ -175,7 +186,7 @@ def _dispatch(request: Request, prompt: str | None, *, markdown: bool, thinking:
     if prompt is None:
         from llmctl.commands.chat import ChatOptions, chat
 
-        chat(session, ChatOptions(markdown=markdown, thinking=thinking, overflow=overflow or "refuse"))
+        chat(session, ChatOptions(**{**view, "overflow": view["overflow"] or "refuse"}))
     else:
         from llmctl.commands.one_shot import answer_once
 

@@ -115,3 +115,13 @@ PresetOption = Annotated[
         show_default=False,
     ),
 ]
+PromptCacheOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompt-cache",
+        metavar="FILE",
+        help="Keep what was computed of the prompt in this file, and begin with what is in it. The answer is the same.",
+        show_default=False,
+    ),
+]
+ContinueOption = Annotated[bool, typer.Option("--continue", help="Chat: go on with the last one, its cache included.")]

@@ -24,7 +24,7 @@ class Request:
     spec: the model, None for the default one. template: the source of --chat-template. raw: --no-chat. sampling: the values
     given, by the names of SamplingParams. loading: keyword arguments of `open_model`. json_lines: events instead of one document.
     structure: what answers must be. banned: what they must not hold. breakers: texts that end a repetition for DRY.
-    draft: what --draft asks for.
+    draft: what --draft asks for. prompt_cache: file that keeps the cache of a prompt.
     """
 
     spec: str | None
@@ -41,6 +41,7 @@ class Request:
     banned: list[str] = field(default_factory=list)
     breakers: list[str] = field(default_factory=list)
     draft: DraftRequest | None = None
+    prompt_cache: Path | None = None
 
     @property
     def name(self) -> str:

@@ -86,6 +86,18 @@ class NativeOps:
     def copy_page(pages: Any, source: int, target: int) -> None:
         pages.copy_page(source, target)
 
+    def page_layout(self, kv_type: str) -> str:
+        # The version is that of the layout: raised when pages of the same shape come to hold other bytes.
+        return f"native-1 {_native.active_isa()} {kv_type} {self.activations} rotated={self.rotates_pages}"
+
+    @staticmethod
+    def read_page(pages: Any, page: int) -> bytes:
+        return pages.page(page)
+
+    @staticmethod
+    def write_page(pages: Any, page: int, data: bytes) -> None:
+        pages.set_page(page, data)
+
     def compile(
         self, forward: Callable[[BatchDescription, Value], Value], rotary_halves: list[int]
     ) -> Callable[[BatchDescription, np.ndarray], np.ndarray]:

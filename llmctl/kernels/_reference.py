@@ -87,6 +87,18 @@ class ReferenceOps:
         for side in {id(side): side for side in (pages.keys, pages.values)}.values():
             side.copy(slice(source * size, (source + 1) * size), slice(target * size, (target + 1) * size))
 
+    @staticmethod
+    def page_layout(kv_type: str) -> None:
+        return None
+
+    @staticmethod
+    def read_page(pages: ReferencePages, page: int) -> bytes:
+        raise AssertionError("pages without a layout stay where they are")
+
+    @staticmethod
+    def write_page(pages: ReferencePages, page: int, data: bytes) -> None:
+        raise AssertionError("pages without a layout stay where they are")
+
     def compile(
         self, forward: Callable[[BatchDescription, torch.Tensor], torch.Tensor], rotary_halves: list[int]
     ) -> Callable[[BatchDescription, np.ndarray], np.ndarray]:

@@ -54,6 +54,16 @@ class Ops(Protocol):
     def copy_page(self, pages: Array, source: int, target: int) -> None:
         """Make one of `kv_pages` hold what another one holds."""
 
+    def page_layout(self, kv_type: str) -> str | None:
+        """A name for how pages are laid out and how their numbers come about: pages of one name may be put into others. None
+        where pages cannot be taken out."""
+
+    def read_page(self, pages: Array, page: int) -> bytes:
+        """The bytes of one of `kv_pages`."""
+
+    def write_page(self, pages: Array, page: int, data: bytes) -> None:
+        """Put back what `read_page` gave. Errors: ValueError for another number of bytes."""
+
     def compile(
         self, forward: Callable[[BatchDescription, Array], Array], rotary_halves: list[int]
     ) -> Callable[[BatchDescription, np.ndarray], np.ndarray]:

@@ -120,7 +120,7 @@ def commands(start, capsys):
 
 def test_help_lists_every_command(commands):
     shown = commands("/help")
-    names = ["/help", "/exit", "/clear", "/regen", "/system", "/set", "/show", "/stats", "/tokens", "/kv"]
+    names = ["/help", "/exit", "/clear", "/regen", "/system", "/set", "/show", "/stats", "/save", "/load", "/tokens", "/kv"]
     assert [line.split()[0] for line in shown.splitlines()[:-1]] == names
     assert commands._commands.names == names
 
@@ -179,7 +179,10 @@ def test_set_changes_and_lists(commands):
         ("/regen", "no answer yet"),
         ("/stats", "no answer yet"),
         ("/sytem x", "there is no command /sytem: did you mean /system?"),
-        ("/save", "there is no command /save"),
+        ("/save", "/save needs the name of a file"),
+        ("/save x", "there is nothing to save yet"),
+        ("/load", "/load needs the name of a file"),
+        ("/load /no/such/file", "/no/such/file: No such file"),
         ("/", "there is no command /: /help lists them"),
     ],
 )

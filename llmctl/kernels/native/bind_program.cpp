@@ -347,6 +347,15 @@ void bind_program(nb::module_& m) {
       .def_prop_ro("head_dim", [](const KvMemory& self) { return self.pages().shape.head_dim; })
       .def_prop_ro("latent", [](const KvMemory& self) { return self.pages().shape.latent; })
       .def("copy_page", &KvMemory::copy_page, nb::arg("source"), nb::arg("target"))
+      .def("page",
+           [](const KvMemory& self, int64_t index) {
+             return nb::bytes(reinterpret_cast<const char*>(self.page(index)), size_t(self.pages().page_stride));
+           }, nb::arg("index"))
+      .def("set_page",
+           [](KvMemory& self, int64_t index, const nb::bytes& bytes) {
+             if (int64_t(bytes.size()) != self.pages().page_stride) throw nb::value_error("not the bytes of one page");
+             self.set_page(index, static_cast<const uint8_t*>(bytes.data()));
+           }, nb::arg("index"), nb::arg("bytes"))
       .def_prop_ro("nbytes", &KvMemory::bytes);
   nb::class_<OwningRowOp>(m, "RowOp")
       .def("__init__", [](OwningRowOp* self, RowKind kind) { new (self) OwningRowOp(kind); })

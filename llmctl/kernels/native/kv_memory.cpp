@@ -39,12 +39,16 @@ KvMemory::KvMemory(int64_t num_pages, int64_t kv_heads, int64_t head_dim, const 
   pages_.data = static_cast<uint8_t*>(memory);
 }
 
-void KvMemory::copy_page(int64_t source, int64_t target) {
-  for (int64_t page : {source, target})
-    if (page < 0 || page >= num_pages()) throw std::out_of_range("there is no page " + std::to_string(page));
-  std::memmove(pages_.data + target * pages_.page_stride, pages_.data + source * pages_.page_stride,
-               static_cast<size_t>(pages_.page_stride));
+const uint8_t* KvMemory::page(int64_t index) const {
+  if (index < 0 || index >= num_pages()) throw std::out_of_range("there is no page " + std::to_string(index));
+  return pages_.data + index * pages_.page_stride;
 }
+
+void KvMemory::set_page(int64_t index, const uint8_t* bytes) {
+  std::memmove(const_cast<uint8_t*>(page(index)), bytes, static_cast<size_t>(pages_.page_stride));
+}
+
+void KvMemory::copy_page(int64_t source, int64_t target) { set_page(target, page(source)); }
 
 KvMemory::~KvMemory() { munmap(pages_.data, static_cast<size_t>(bytes_)); }
 

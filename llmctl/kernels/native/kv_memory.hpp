@@ -22,6 +22,9 @@ class KvMemory {
   int64_t bytes() const { return bytes_; }
   // std::out_of_range for a page that is none.
   void copy_page(int64_t source, int64_t target);
+  // A page's bytes, page_stride of them, out and back in. std::out_of_range for a page that is none.
+  const uint8_t* page(int64_t index) const;
+  void set_page(int64_t index, const uint8_t* bytes);
   int64_t num_pages() const { return bytes_ / pages_.page_stride; }
 
  private:

@@ -272,10 +272,11 @@ class BlockManager:
                     pool.remember(table[index], node)
             pages.move_to(node, index + 1)
 
-    def find_prefix(self, pages: SequencePages, token_ids: list[int]) -> int:
+    def find_prefix(self, pages: SequencePages, token_ids: list[int], *, beyond_windows: bool = False) -> int:
         """Take what is cached of a text for a sequence without pages; returns how many tokens that is, never all of them.
 
-        A prefix counts only where every group has what the token after it sees: all of it, or its window.
+        A prefix counts only where every group has what the token after it sees: all of it, or its window. beyond_windows: take
+        also what is left of the pages before the window, from which shorter texts can go on.
         """
         if self.reuse_tokens is None:
             return 0
@@ -283,6 +284,8 @@ class BlockManager:
         count = self._longest(nodes)
         for pool, table, window in zip(self._pools, pages.tables, self.windows, strict=True):
             first = 0 if window is None else max(0, count * BLOCK_SIZE - window + 1) // BLOCK_SIZE
+            while beyond_windows and first and pool.group in nodes[first - 1].pages:
+                first -= 1
             table.extend([GONE] * first)
             table.first = first
             table.extend(node.pages[pool.group] for node in nodes[first:count])
@@ -291,6 +294,19 @@ class BlockManager:
         if count:
             pages.move_to(nodes[count - 1], count)
         return count * BLOCK_SIZE
+
+    def adopt(self, num_pages: int, firsts: list[int]) -> SequencePages | None:
+        """Pages for a text of so many that comes from elsewhere, in each group from the first one on that it has; None where they
+        are not free."""
+        pages = self.new_pages()
+        if any(num_pages - first > pool.num_free for pool, first in zip(self._pools, firsts, strict=True)):
+            self.release(pages)
+            return None
+        for pool, table, first in zip(self._pools, pages.tables, firsts, strict=True):
+            table.extend([GONE] * first)
+            table.first = first
+            table.extend(pool.take() for _ in range(num_pages - first))
+        return pages
 
     def count_lookup(self, num_tokens: int, num_found: int) -> None:
         """Put a prompt that `find_prefix` was asked for into the statistics."""

@@ -36,3 +36,15 @@ class KvCache:
         for copy in copies:
             for layer in self.plan.groups[copy.group].layers:
                 self._ops.copy_page(self._layers[layer], copy.source, copy.target)
+
+    def read(self, groups: list[list[int]]) -> list[list[bytes]]:
+        """The bytes of the given pages of each group, for every layer of the model."""
+        return [
+            [self._ops.read_page(layer, page) for page in groups[self._groups[index]]] for index, layer in enumerate(self._layers)
+        ]
+
+    def write(self, groups: list[list[int]], layers: list[list[bytes]]) -> None:
+        """Put bytes into the given pages of each group: the reverse of `read`. Errors: ValueError for pages of another size."""
+        for index, (layer, data) in enumerate(zip(self._layers, layers, strict=True)):
+            for page, each in zip(groups[self._groups[index]], data, strict=True):
+                self._ops.write_page(layer, page, each)

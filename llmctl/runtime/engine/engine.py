@@ -117,6 +117,30 @@ class Engine:
             self._scheduler.add(followers[0])
             self._followers[followers[0]] = followers[1:]
 
+    def take_out(self, token_ids: list[int]) -> tuple[int, list[int], list[list[bytes]]]:
+        """What the cache has of a text: number of tokens (whole pages), the first page kept in each group of layers, and the
+        bytes of the pages of every layer from there on."""
+        pages = self._blocks.new_pages()
+        count = self._blocks.find_prefix(pages, [*token_ids, 0], beyond_windows=True)  # never all: so one more
+        found = self._runner.cache.read([table.held for table in pages.tables])
+        firsts = [table.first for table in pages.tables]
+        self._blocks.release(pages)
+        return count, firsts, found
+
+    def put_in(self, token_ids: list[int], firsts: list[int], layers: list[list[bytes]]) -> int:
+        """Let a text be found in the cache: the reverse of `take_out`. Returns how many of its tokens will be: none
+        where there is no room. Errors: ValueError for pages of another size."""
+        count = len(token_ids) // BLOCK_SIZE
+        pages = self._blocks.adopt(count, firsts)
+        if pages is None:
+            return 0
+        try:
+            self._runner.cache.write([table.held for table in pages.tables], layers)
+            self._blocks.remember(pages, token_ids, count * BLOCK_SIZE)
+        finally:
+            self._blocks.release(pages)
+        return count * BLOCK_SIZE
+
     @property
     def group_stats(self) -> list[GroupStats]:
         """What the pages of every group of layers are used for."""
