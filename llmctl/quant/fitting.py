@@ -13,7 +13,7 @@ from llmctl.quant.convert import Plan, PlannedTensor, make_plan, planned_file_by
 from llmctl.quant.divergence import Divergence
 from llmctl.quant.head import head_module
 from llmctl.quant.recipe import RECIPES, Recipe
-from llmctl.quant.survey import RoundedWeights, Surveyed, measure, survey, survey_head
+from llmctl.quant.survey import RoundedWeights, Surveyed, measure, survey, survey_embedding, survey_head
 from llmctl.quant.walk import Walk
 from llmctl.runtime.models.topology import layer_topology
 from llmctl.runtime.models.weights import ModelWeights
@@ -77,6 +77,8 @@ def fit(
     walk = Walk(weights, _some(rows, _SURVEYED_TOKENS), batch_tokens=batch_tokens, lanes=lanes)
     groups = survey(walk, damping, lambda done, total: tell("Losses of all types", done, total))
     groups.append(survey_head(walk, damping))
+    if not weights.config.tie_word_embeddings:
+        groups.append(survey_embedding(weights, rows))
     walk.activations.close()
     divergence = Divergence(weights, _some(rows, _PROBED_TOKENS), batch_tokens=batch_tokens, lanes=lanes)
     slopes = measure(groups, walk, divergence, lambda done, total: tell("What losses do", done, total))

@@ -17,10 +17,11 @@ from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.grids import GRIDS
 from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.quant.budget import Probe, slopes
-from llmctl.quant.divergence import Divergence
+from llmctl.quant.divergence import EMBEDDING, Divergence
 from llmctl.quant.grid_gptq import Prepared, Solver, loss, prepare, solve_prepared
 from llmctl.quant.head import head_module, head_rows, head_statistics
 from llmctl.quant.walk import LayerWeights, Walk
+from llmctl.runtime.checkpoint.names import take_rows
 from llmctl.runtime.models.topology import layer_topology
 from llmctl.runtime.models.weights import ModelWeights
 
@@ -90,6 +91,21 @@ def survey_head(walk: Walk, damping: float) -> Surveyed:
     if prepared is not None:
         _add_rows(one, Solver(Encoder(1), Feedback(1), damping, passes=0), rows, count / len(rows), prepared)
     return one
+
+
+def survey_embedding(weights: ModelWeights, rows: Sequence[Sequence[int]]) -> Surveyed:
+    """The losses of an embedding that is not the head: Σ (ŵ − w)² of the rows that the text looks up, a token."""
+    ids, counts = np.unique(np.concatenate([np.array(row) for row in rows]), return_counts=True)
+    table = np.array(dequantize(take_rows(weights.read(EMBEDDING), ids)), np.float32)
+    encoder, shares = Encoder(1), counts / counts.sum()
+
+    def lost(form: Format) -> float:
+        error = dequantize(encoder.encode(table, form)) - table
+        return float(shares @ (error * error).sum(axis=1))
+
+    forms = types_for(table.shape[1])
+    losses = {form.name: lost(form) for form in forms}
+    return Surveyed((EMBEDDING.removesuffix(".weight"),), -1, "embedding", losses, lost(probe_type(table.shape[1])))
 
 
 def _add_losses(one: Surveyed, solver: Solver, layer: LayerWeights, modules: Sequence[str], hessian: Prepared) -> None:

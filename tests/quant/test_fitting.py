@@ -21,7 +21,7 @@ from llmctl.quant.grid_gptq import DAMPING, loss
 from llmctl.quant.head import head_statistics, round_head, solve_head
 from llmctl.quant.recipe import RECIPES
 from llmctl.quant.source import open_source
-from llmctl.quant.survey import Surveyed, measure, survey, types_for
+from llmctl.quant.survey import Surveyed, measure, survey, survey_embedding, types_for
 from llmctl.quant.walk import Walk
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.engine.model_runner import compute_logits
@@ -180,3 +180,15 @@ def test_experts_are_refused_with_a_way_out(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "experts", "mixtral", tokenizer="bpe")
     with pytest.raises(UnsupportedError, match=r"--type chooses a mix"):
         fitted(folder, Budget(bits_per_weight=5.0))
+
+
+def test_an_embedding_of_its_own_is_weighed_too(tiny: Callable[..., Path]) -> None:
+    found = types(fitted(tiny("llama"), Budget(bits_per_weight=7.5)).plan)
+    assert FORMATS[found["token_embd.weight"]].bits_per_weight > FORMATS["Q4_0"].bits_per_weight  # what the recipe had
+    weights = opened(tiny("llama"))
+    one = survey_embedding(weights, ROWS)
+    assert one.losses["Q4_0"] > one.losses["Q5_0"] > one.losses["Q8_0"] > 0
+    table = np.array(weights.read(EMBEDDING), np.float32)
+    error = dequantize(quantize(table, FORMATS["Q4_0"])) - table
+    flat = np.concatenate([np.array(row) for row in ROWS])
+    assert one.losses["Q4_0"] == pytest.approx(float((error[flat] ** 2).sum(axis=1).mean()), rel=1e-4)
