@@ -61,6 +61,9 @@ CASES: dict[str, dict[str, Any]] = {
     "cohere2": {},
     "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "rope": _LOW_MSCALE},  # llama.cpp groups as V3 does
     "deepseek_v3": {"rope": _MSCALE},
+    "gpt2": {},
+    "olmo3": {},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},  # it rounds the borders of this yarn
     "exaone4": {"hidden_size": 192, "sliding_window": None, "layer_types": ["full_attention"] * 4},
 }
 
