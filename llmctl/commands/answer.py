@@ -6,7 +6,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from llmctl.commands import console
@@ -14,28 +13,11 @@ from llmctl.commands.draft import describe_speculation
 from llmctl.commands.signals import on_interrupt
 
 if TYPE_CHECKING:
-    from llmctl.runtime.engine import Engine, FinishReason
-    from llmctl.runtime.generation import GenerationStats, TextEvent
+    from llmctl.runtime.engine import Engine
+    from llmctl.runtime.generation import Completion, GenerationStats, TextEvent
     from llmctl.runtime.loading import LoadedModel, OpenedModel
     from llmctl.runtime.sampling.params import SamplingParams
-    from llmctl.runtime.sampling.sampler import SampledToken
     from llmctl.runtime.tokenizer import Tokenizer
-
-
-@dataclass
-class Answer:
-    """An answer so far: what was shown, the tokens behind it, why it ended ("abort": Ctrl-C), and the seed it was drawn with.
-
-    is_complete: False where it was cut before it was what a grammar asks for.
-    """
-
-    stats: GenerationStats
-    seed: int
-    text: str = ""
-    tokens: list[SampledToken] = field(default_factory=list)
-    finish_reason: FinishReason = "abort"
-    stop_string: str | None = None
-    is_complete: bool = True
 
 
 def stream_answer(
@@ -45,23 +27,17 @@ def stream_answer(
     params: SamplingParams,
     stop: list[str],
     take: Callable[[TextEvent], None],
-) -> Answer:
+) -> Completion:
     """Generate, passing every event to `take` as it comes. Ctrl-C ends the answer, not the program."""
-    from llmctl.runtime.generation import generate_text
-    from llmctl.runtime.sampling.sampler import SampledToken
+    from llmctl.runtime.generation import Completion, generate_text
 
     stream = generate_text(engine, tokenizer, token_ids, params, stop)
-    answer = Answer(stream.stats, stream.sequence.sampler.seed)
+    answer = Completion(stream.sequence, stream.stats)
     console.detail(f"seed: {answer.seed}")
     with contextlib.closing(stream), on_interrupt(stream.cancel):
         for event in stream:
-            if event.token_id is not None:
-                answer.tokens.append(SampledToken(event.token_id, event.logprob, event.top_logprobs))
-            answer.text += event.text
+            answer.take(event)
             take(event)
-            if event.finish_reason is not None:
-                answer.finish_reason, answer.stop_string = event.finish_reason, event.stop_string
-    answer.is_complete = answer.finish_reason != "length" or stream.sequence.sampler.is_complete
     return answer
 
 
@@ -151,7 +127,7 @@ def _describe_constraints(stats: GenerationStats) -> str:
     return f"grammar and banned strings: {each * 1e6:.0f} µs a token, {share:.1%} of the time"
 
 
-def describe_limit(answer: Answer, params: SamplingParams, context_length: int) -> str:
+def describe_limit(answer: Completion, params: SamplingParams, context_length: int) -> str:
     """Why an answer with finish_reason "length" ended."""
     if params.max_tokens is not None and answer.stats.completion_tokens >= params.max_tokens:
         return f"The answer was cut at --max-tokens {params.max_tokens}."

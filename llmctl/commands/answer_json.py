@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from llmctl.commands.answer import Answer, order
+from llmctl.commands.answer import order
 from llmctl.commands.draft import speculation_fields
 
 if TYPE_CHECKING:
     from llmctl.commands.session import Request, Session
-    from llmctl.runtime.generation import GenerationStats, TextEvent
+    from llmctl.runtime.generation import Completion, GenerationStats, TextEvent
     from llmctl.runtime.loading import LoadedModel
     from llmctl.runtime.sampling.params import SamplingParams
     from llmctl.runtime.sampling.sampler import SampledToken
     from llmctl.runtime.tokenizer import Tokenizer
 
 
-def document(session: Session, model: LoadedModel, answer: Answer, load_s: float) -> dict[str, Any]:
+def document(session: Session, model: LoadedModel, answer: Completion, load_s: float) -> dict[str, Any]:
     """Everything there is to say about an answer."""
     from llmctl.runtime.machine import peak_memory
 
@@ -43,7 +43,7 @@ def document(session: Session, model: LoadedModel, answer: Answer, load_s: float
     }
 
 
-def answer_fields(tokenizer: Tokenizer, params: SamplingParams, answer: Answer) -> dict[str, Any]:
+def answer_fields(tokenizer: Tokenizer, params: SamplingParams, answer: Completion) -> dict[str, Any]:
     """What was said and why it ended; log-probabilities where they were asked for."""
     said = {
         "text": answer.text,

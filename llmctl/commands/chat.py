@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 
 from llmctl.commands import console
 from llmctl.commands.answer import (
-    Answer,
     describe_limit,
     describe_model,
     describe_sampling,
@@ -24,6 +23,7 @@ from llmctl.errors import ChatTemplateError, ContextLengthError, LlmctlError, Ou
 
 if TYPE_CHECKING:
     from llmctl.commands.session import Session
+    from llmctl.runtime.generation import Completion
     from llmctl.runtime.loading import LoadedModel
 
 FAREWELL = "Ctrl-D or /exit leaves; so does Ctrl-C a second time."
@@ -102,7 +102,7 @@ class Conversation:
         self.engine = session.engine(model)
         self.system = session.request.system
         self.messages: list[dict[str, str]] = []
-        self.last: Answer | None = None
+        self.last: Completion | None = None
         self.has_changed = False
 
     def describe(self) -> list[str]:
@@ -120,7 +120,7 @@ class Conversation:
         template, tokenizer = self.session.template, self.model.tokenizer
         return encode_chat(tokenizer, [*system, *messages], template=template, add_generation_prompt=reply)
 
-    def reply_to(self, text: str) -> Answer:
+    def reply_to(self, text: str) -> Completion:
         """Say something and stream the reply. Both join the conversation, unless nothing came.
 
         Errors: ContextLengthError, ChatTemplateError; the conversation is then as before.

@@ -9,7 +9,6 @@ import typer
 
 from llmctl.commands import answer_json, console
 from llmctl.commands.answer import (
-    Answer,
     describe_limit,
     describe_model,
     describe_sampling,
@@ -23,7 +22,7 @@ from llmctl.errors import LlmctlError
 
 if TYPE_CHECKING:
     from llmctl.commands.session import Session
-    from llmctl.runtime.generation import TextEvent
+    from llmctl.runtime.generation import Completion, TextEvent
     from llmctl.runtime.loading import LoadedModel
 
 INTERRUPTED = 130
@@ -78,7 +77,7 @@ def encode(session: Session, prompt: str, messages: list[dict[str, Any]] | None)
     return tokenizer.encode(prompt, parse_special=True)
 
 
-def _generate(session: Session, engine: Any, token_ids: list[int]) -> Answer:
+def _generate(session: Session, engine: Any, token_ids: list[int]) -> Completion:
     """Stream the answer to stdout, and end its last line whatever happens. With --json nothing is shown yet."""
     request, params, tokenizer = session.request, session.params, session.opened.tokenizer
     if request.json:
@@ -112,7 +111,7 @@ def _events(session: Session, prompt_tokens: int) -> Callable[[TextEvent], None]
     return write
 
 
-def _report(session: Session, model: LoadedModel, answer: Answer, load_s: float) -> None:
+def _report(session: Session, model: LoadedModel, answer: Completion, load_s: float) -> None:
     """What stderr is told after the answer. Errors: LlmctlError, as `answer_once`."""
     from llmctl.runtime.machine import peak_memory
 

@@ -244,10 +244,13 @@ class Batch:
 
 
 class Completion:
-    """An answer of a batch. tokens: as they were drawn. is_complete: False where it was cut before a grammar was satisfied."""
+    """An answer so far: its text, the tokens as they were drawn, why it ended ("abort": it did not), the seed.
 
-    def __init__(self, sequence: Sequence) -> None:
-        self._sequence = sequence
+    stats: of whoever measures them; without, only counts, since times have no meaning for one of several.
+    """
+
+    def __init__(self, sequence: Sequence, stats: GenerationStats | None = None) -> None:
+        self._sequence, self._stats = sequence, stats
         self.seed = sequence.sampler.seed
         self.text = ""
         self.tokens: list[SampledToken] = []
@@ -256,12 +259,14 @@ class Completion:
 
     @property
     def stats(self) -> GenerationStats:
-        """Counts; times have no meaning for one of several."""
-        sequence = self._sequence
-        return GenerationStats(sequence.num_prompt_tokens, sequence.num_cached_tokens, len(self.tokens))
+        """Counts, and times where they were measured."""
+        if self._stats is not None:
+            return self._stats
+        return GenerationStats(self._sequence.num_prompt_tokens, self._sequence.num_cached_tokens, len(self.tokens))
 
     @property
     def is_complete(self) -> bool:
+        """False where it was cut before it was what a grammar asks for."""
         return self.finish_reason != "length" or self._sequence.sampler.is_complete
 
     def take(self, event: TextEvent) -> None:
