@@ -23,9 +23,10 @@ from llmctl.runtime.loading import load_model
 from llmctl.runtime.models.topology import layer_modules, layer_topology, scale_groups
 from llmctl.runtime.models.weights import ModelWeights
 
-NO_PROJECTIONS = ("norm", "embed", "lm_head", "bias")
+NO_PROJECTIONS = ("norm", "embed", "lm_head", "bias", "sinks")
 # Small, and asked for by every token: routers, gates, and what unfolds the latent head by head.
-LEFT_ALONE = ("mlp.gate", "mlp.shared_expert_gate", "block_sparse_moe.gate", "self_attn.k_b_proj", "self_attn.v_b_proj")
+_ROUTERS = ("mlp.gate", "mlp.router", "block_sparse_moe.gate", "mlp.shared_expert_gate")
+LEFT_ALONE = (*_ROUTERS, "self_attn.k_b_proj", "self_attn.v_b_proj")
 ROWS = [np.random.default_rng(seed).integers(3, 250, size).tolist() for seed, size in enumerate((40, 3, 17, 33))]
 CHOICES = {"starcoder2": {"use_bias": True}, "llama": {"attention_bias": True, "mlp_bias": True}}
 

@@ -124,11 +124,13 @@ def _dense(config: ModelConfig) -> Iterator[InputGroup]:
 
 
 def _gated(
-    inputs: tuple[str, str], down: str, size: int, norm: ScaleSource | None, stand_in: str | None = None
+    inputs: tuple[str, str], down: str, size: int, norm: ScaleSource | None, stand_in: str | None = None, *, linear: bool = True
 ) -> list[InputGroup]:
+    """linear: what the up projection makes goes into the product as it is."""
+    source = ScaleSource(inputs[1], "linear", (0, size)) if linear else None
     return [
         InputGroup(inputs, norm, stand_in=stand_in, stage=_EXPERTS),
-        InputGroup((down,), ScaleSource(inputs[1], "linear", (0, size)), stage=_EXPERTS + 1),
+        InputGroup((down,), source, stage=_EXPERTS + 1),
     ]
 
 
@@ -139,7 +141,8 @@ def _sparse(config: ModelConfig) -> list[InputGroup]:
     names, found = experts.names, []
     for number in range(experts.num_experts):
         gate, up, down = (name.format(number) for name in (names.gate, names.up, names.down))
-        found += _gated((gate, up), down, experts.intermediate_size, None, names.router)
+        linear = config.activation != "clamped_swiglu"
+        found += _gated((gate, up), down, experts.intermediate_size, None, names.router, linear=linear)
     if experts.shared_size is not None:
         gate, up, down = (f"{names.shared}.{part}_proj" for part in ("gate", "up", "down"))
         found += _gated((gate, up), down, experts.shared_size, None)

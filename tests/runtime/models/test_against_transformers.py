@@ -146,7 +146,7 @@ class ForcedSampler:
     def __init__(self, ids: list[int]) -> None:
         self.ids, self.offered = ids, []
 
-    def sample(self, logits: np.ndarray, token_ids: list[int]) -> SampledToken:
+    def sample(self, logits: np.ndarray, token_ids: list[int], proposal: object = None) -> SampledToken:
         self.offered.append(logits.copy())
         return SampledToken(self.ids[len(token_ids)])
 
