@@ -57,7 +57,9 @@ class Costs:
 
 def expected_tokens(acceptance: float, num_drafted: int) -> float:
     """1 + α + … + α^γ: what a round brings when every drafted token is accepted with probability α."""
-    return sum(acceptance**i for i in range(num_drafted + 1))
+    if acceptance >= 1.0:
+        return 1.0 + num_drafted
+    return (1.0 - acceptance ** (num_drafted + 1)) / (1.0 - acceptance)
 
 
 class Calibration:
