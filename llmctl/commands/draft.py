@@ -54,12 +54,12 @@ class OpenedDraft:
         """Prepare the draft's weights with as many threads as the target's."""
         from llmctl.runtime.engine.drafter import NgramDrafter
         from llmctl.runtime.engine.model_drafter import ModelDrafter
-        from llmctl.runtime.engine.speculation import LONGEST_COPY, LONGEST_DRAFT, Speculation
+        from llmctl.runtime.engine.speculation import LONGEST_DRAFT, Speculation
 
         fixed = self.request.num_tokens
+        longest = LONGEST_DRAFT if fixed is None else fixed
         if self.opened is None:
-            return Speculation(NgramDrafter(), longest=fixed or LONGEST_COPY, fixed=fixed is not None)
-        longest = fixed or LONGEST_DRAFT
+            return Speculation(NgramDrafter(), longest=longest, fixed=fixed is not None)
         begin = time.perf_counter()
         model = self.opened.load(threads=target.ops.threads, formats=self.formats)
         cost = self._nbytes() / max(1, target.checkpoint.total_bytes)

@@ -10,7 +10,6 @@ from llmctl.runtime.engine.sequence import Sequence
 from llmctl.runtime.sampling.rejection import Proposal
 
 LONGEST_MATCH, SHORTEST_MATCH = 4, 2
-LONGEST_RUN = 32  # no more is looked at
 
 
 @dataclass(frozen=True)
@@ -52,31 +51,23 @@ class Drafter(Protocol):
 class NgramDrafter:
     """Prompt lookup: the longest run of tokens that ends the text and stood in it before, continued as it was then.
 
-    Saxena, "Prompt Lookup Decoding", 2023. Runs are found by their last 4 down to 2 tokens; the latest place counts. The longer
-    the run, the surer it goes on as before.
+    Saxena, "Prompt Lookup Decoding", 2023. Runs are of 4 down to 2 tokens; the latest place counts.
     """
 
-    name, cost, has_confidence, prefill_s = "ngram", 0.0, True, 0.0
+    name, cost, has_confidence, prefill_s = "ngram", 0.0, False, 0.0
 
     def __init__(self) -> None:
         self._places: dict[Sequence, _Places] = {}
 
     def propose(self, wishes: list[Wish], chance: Callable[[float], float]) -> list[list[Proposal]]:
         """As `Drafter.propose`."""
-        return [self._continue(wish, chance) for wish in wishes]
+        return [self._continue(wish.sequence, wish.count) for wish in wishes]
 
-    def _continue(self, wish: Wish, chance: Callable[[float], float]) -> list[Proposal]:
-        ids = wish.sequence.token_ids
-        begin, length = self._places.setdefault(wish.sequence, _Places()).find(ids)
-        proposals: list[Proposal] = []
-        all_right = 1.0
-        for token_id in ids[begin : begin + wish.count] if length else []:
-            if all_right < wish.worth:
-                break
-            confidence = 1.0 - 0.6 / (length + len(proposals) - 1)
-            proposals.append(Proposal(token_id, confidence=confidence))
-            all_right *= chance(confidence)
-        return proposals
+    def _continue(self, sequence: Sequence, count: int) -> list[Proposal]:
+        places = self._places.setdefault(sequence, _Places())
+        ids = sequence.token_ids
+        begin = places.find(ids)
+        return [] if begin is None else [Proposal(token_id) for token_id in ids[begin : begin + count]]
 
     def forget(self, sequence: Sequence) -> None:
         """As `Drafter.forget`."""
@@ -93,9 +84,8 @@ class _Places:
         self._after: dict[tuple[int, ...], int] = {}
         self._known = 0  # tokens that are entered as what follows a run
 
-    def find(self, ids: list[int]) -> tuple[int, int]:
-        """The place after the last earlier occurrence of what ends the text, and how many tokens before it are the same; (0, 0)
-        if there is none."""
+    def find(self, ids: list[int]) -> int | None:
+        """The place after the last earlier occurrence of the longest run that ends the text."""
         for end in range(max(self._known, 1), len(ids)):
             for length in range(SHORTEST_MATCH, LONGEST_MATCH + 1):
                 if end >= length:
@@ -103,12 +93,5 @@ class _Places:
         self._known = len(ids)
         for length in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
             if len(ids) >= length and (place := self._after.get(tuple(ids[-length:]))) is not None:
-                return place, self._common(ids, place, length)
-        return 0, 0
-
-    @staticmethod
-    def _common(ids: list[int], place: int, length: int) -> int:
-        """How many tokens before the place are those that end the text, from `length` on."""
-        while length < min(place, LONGEST_RUN) and ids[place - 1 - length] == ids[-1 - length]:
-            length += 1
-        return length
+                return place
+        return None

@@ -10,7 +10,7 @@ from llmctl.runtime.engine.drafter import Drafter, Wish
 from llmctl.runtime.engine.sequence import Sequence
 from llmctl.runtime.sampling.rejection import Proposal
 
-LONGEST_DRAFT, LONGEST_COPY = 8, 16  # of a model, and of n-grams, which cost nothing
+LONGEST_DRAFT = 8
 _PREDICTED_TOKEN = 0.06  # see draft_length: for draws that must not depend on the clock
 
 
