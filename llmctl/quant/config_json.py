@@ -64,8 +64,8 @@ def _rope_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
         keys["partial_rotary_factor"] = rope.rotary_dim / config.head_dim
     if local is not None:
         keys["rope_local_base_freq"] = round_trip(local.theta)
-    if family.hf_nested_rope and local is not None:
-        keys["rope_parameters"] = {"full_attention": _nested(rope), "sliding_attention": _nested(local)}
+    if family.hf_nested_rope and any(layer.sliding_window is not None for layer in config.layers):
+        keys["rope_parameters"] = {"full_attention": _nested(rope), "sliding_attention": _nested(local or rope)}
     return keys
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from llmctl.errors import UnsupportedError
 from llmctl.quant.source import SourceTensor
-from llmctl.runtime.models.config import ExpertsConfig, LayerConfig, ModelConfig
+from llmctl.runtime.models.config import LayerConfig, ModelConfig
 from llmctl.runtime.models.family import Family
 from llmctl.runtime.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from llmctl.runtime.models.rope import RopeConfig, rope_frequencies
@@ -49,9 +49,10 @@ def check_config_json(config: ModelConfig, family: Family, values: dict[str, Any
 def _first_difference(config: ModelConfig, found: ModelConfig) -> tuple[str, Any] | None:
     """What `config` says that was not read back, and what was found in its place."""
     for field in dataclasses.fields(ModelConfig):
-        wanted, read = getattr(config, field.name), getattr(found, field.name)
-        if field.name not in _ELSEWHERE and not _same(wanted, read):
-            return f"{field.name} = {wanted}", read
+        if field.name in _ELSEWHERE:
+            continue
+        if difference := _difference(field.name, getattr(config, field.name), getattr(found, field.name)):
+            return difference
     for index, (wanted, read) in enumerate(zip(config.layers, found.layers, strict=True)):
         if difference := _layer_difference(index, wanted, read):
             return difference
@@ -77,9 +78,16 @@ def _layer_difference(index: int, wanted: LayerConfig, read: LayerConfig) -> tup
     return None
 
 
+def _difference(name: str, wanted: Any, read: Any) -> tuple[str, Any] | None:
+    """The same for one choice, and for the first that differs of those it is made of."""
+    if dataclasses.is_dataclass(wanted) and type(wanted) is type(read):
+        parts = [field.name for field in dataclasses.fields(wanted)]
+        found = (_difference(f"{name}.{part}", getattr(wanted, part), getattr(read, part)) for part in parts)
+        return next((one for one in found if one is not None), None)
+    return None if _same(wanted, read) else (f"{name} = {wanted}", read)
+
+
 def _same(wanted: Any, read: Any) -> bool:
-    if isinstance(wanted, ExpertsConfig) and isinstance(read, ExpertsConfig):
-        return all(_same(getattr(wanted, field.name), getattr(read, field.name)) for field in dataclasses.fields(wanted))
     if isinstance(wanted, float) and isinstance(read, (int, float)):
         return isclose(wanted, read, rel_tol=_TOLERANCE)
     return wanted == read

@@ -256,6 +256,7 @@ def test_unknown_tensors_are_refused(changed: Any, name: str) -> None:
     [
         ("llama", {"hidden_act": "gelu_pytorch_tanh"}, "no key for activation = gelu_pytorch_tanh .* reader would take silu"),
         ("gemma3", {"query_pre_attn_scalar": 24}, "no key for attention_scale"),
+        ("qwen2_moe", {"tokenizer": "bpe"}, r"no key for experts\.renormalize = True of .* reader would take False"),
         ("gemma3", {"layer_types": ["full_attention"] * 7}, "no key for sliding_window = None in layer 0"),
     ],
 )

@@ -31,7 +31,7 @@ _V3 = {
 }
 _NAMES = ExpertNames(shared="mlp.shared_experts")
 _SOFTMAX, _SIGMOID = 1, 2  # of GGUF's expert_gating_func
-_GGUF_ONLY = ("qk_head_dim", "value_length", "num_experts", "gating", "log_multiplier")
+_GGUF_ONLY = ("qk_head_dim", "value_length", "num_experts", "gating", "log_multiplier", "temperature")
 _CORRECTION = "mlp.gate.e_score_correction_bias"
 
 
@@ -159,6 +159,7 @@ def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
     key_length = config.get("qk_head_dim", config.get("head_dim"))
     if "qk_rope_head_dim" not in config or key_length is None:
         raise FormatError("the file has no deepseek2.attention.key_length, or no deepseek2.rope.dimension_count")
+    _refuse_relatives(config)
     found = {
         "n_routed_experts": config.get("num_experts"),
         "q_lora_rank": config.get("q_lora_rank") or None,
@@ -166,11 +167,27 @@ def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
         "v_head_dim": config.get("v_head_dim", config.get("value_length")),
         "n_group": config.get("n_group") or 1,
         "topk_group": config.get("topk_group") or 1,
+        "routed_scaling_factor": config.get("routed_scaling_factor") or 1.0,
     }
     v3, grouped = config.get("gating") == _SIGMOID, found["n_group"] > 1
     found |= {"model_type": "deepseek_v3" if v3 else "deepseek_v2", "norm_topk_prob": config.get("norm_topk_prob", False)}
     found["topk_method"] = "noaux_tc" if v3 else "group_limited_greedy" if grouped else "greedy"
     return {**values, **found, **_scaling(config)}
+
+
+def _refuse_relatives(config: dict[str, Any]) -> None:
+    """The architecture is also that of models which compute something else."""
+    gating = config.get("gating")
+    if isinstance(gating, bool) or gating not in (None, 0, _SOFTMAX, _SIGMOID):  # none or 0: older than the key, softmax
+        raise UnsupportedError(
+            f"deepseek2.expert_gating_func = {gating} is not supported: DeepSeek V2 scores its experts by softmax "
+            f"({_SOFTMAX}), V3 by sigmoids ({_SIGMOID})"
+        )
+    if config.get("temperature"):
+        raise UnsupportedError(
+            f"deepseek2.attention.temperature_scale = {config['temperature']} is not supported: no DeepSeek's queries grow with "
+            "the position"
+        )
 
 
 def _scaling(config: dict[str, Any]) -> dict[str, Any]:
@@ -270,5 +287,6 @@ FAMILY = Family(
         "norm_topk_prob": "expert_weights_norm",
         "gating": "expert_gating_func",
         "log_multiplier": "rope.scaling.yarn_log_multiplier",
+        "temperature": "attention.temperature_scale",
     },
 )

@@ -44,8 +44,10 @@ _ZERO_IS_ABSENT = (
     "_logit_softcapping",
     ".sliding_window",
     ".rope.scaling.factor",
+    ".rope.scale_linear",
     ".rope.scaling.attn_factor",
 )
+_ROPE_THETA = 10_000.0  # of a file that states none, whatever the family's config.json means without it
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -65,6 +67,7 @@ def config_from_gguf(
     config |= {hf: _number(metadata, f"{arch}.{key}", needed=False) for hf, key in family.gguf_numbers.items()}
     config |= {hf: _stated(metadata, f"{arch}.{key}") for hf, key in family.gguf_values.items()}
     config = {key: value for key, value in config.items() if value is not None}
+    config.setdefault("rope_theta", _ROPE_THETA)
     config["model_type"], config["architectures"] = family.model_types[0], [family.hf_class]
     if "token_embd.weight" not in shapes:
         raise FormatError("the file has no tensor 'token_embd.weight'")
@@ -77,8 +80,7 @@ def config_from_gguf(
     config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in shapes
     _add_head_dim(config, metadata, arch)
     if "num_experts" in config:
-        layers = range(config["num_hidden_layers"])
-        config["mlp_only_layers"] = [index for index in layers if f"blk.{index}.ffn_gate_inp.weight" not in shapes]
+        _add_experts(config, shapes, arch)
     _add_layer_types(config, metadata, arch)
     _add_rope_scaling(config, metadata, arch, factors)
     _add_token_ids(config, metadata)
@@ -109,7 +111,8 @@ def _number(metadata: Mapping[str, Any], key: str, needed: bool) -> Any:
 def _stated(metadata: Mapping[str, Any], key: str) -> int | float | bool | None:
     """A flag, or a number from zero on; None where there is none."""
     value = metadata.get(key)
-    return value if isinstance(value, bool) or value == 0 else _number(metadata, key, needed=False)
+    is_zero = isinstance(value, (int, float)) and value == 0
+    return value if isinstance(value, bool) or is_zero else _number(metadata, key, needed=False)
 
 
 def _count(metadata: Mapping[str, Any], key: str, *, needed: bool = False, limit: int = MAX_COUNT) -> int | None:
@@ -135,6 +138,14 @@ def _add_head_dim(config: dict[str, Any], metadata: Mapping[str, Any], arch: str
         config["partial_rotary_factor"] = rotary / head_dim
 
 
+def _add_experts(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], arch: str) -> None:
+    """Which layers have experts. How many a token passes has a default in a config.json's class; a file has to say it."""
+    if "num_experts_per_tok" not in config:
+        raise FormatError(f"metadata key '{arch}.expert_used_count' is missing, but '{arch}.expert_count' says there are experts")
+    layers = range(config["num_hidden_layers"])
+    config["mlp_only_layers"] = [index for index in layers if f"blk.{index}.ffn_gate_inp.weight" not in shapes]
+
+
 def _add_layer_types(config: dict[str, Any], metadata: Mapping[str, Any], arch: str) -> None:
     """Which layers have a window, where the file says it layer by layer."""
     key = f"{arch}.attention.sliding_window_pattern"
@@ -148,11 +159,13 @@ def _add_layer_types(config: dict[str, Any], metadata: Mapping[str, Any], arch: 
 
 
 def _add_rope_scaling(config: dict[str, Any], metadata: Mapping[str, Any], arch: str, factors: Mapping[str, np.ndarray]) -> None:
-    kind = metadata.get(f"{arch}.rope.scaling.type", "none")
-    if not isinstance(kind, str):
-        raise FormatError(f"metadata key '{arch}.rope.scaling.type' must be a string, found {quoted(kind)}")
     keys = ("factor", "original_context_length", "attn_factor", "yarn_beta_fast", "yarn_beta_slow")
     found = {key: _number(metadata, f"{arch}.rope.scaling.{key}", needed=False) for key in keys}
+    found["factor"] = found["factor"] or _number(metadata, f"{arch}.rope.scale_linear", needed=False)  # the first key there was
+    # A factor without a word on its kind is linear: readers have taken it so since before there were others.
+    kind = metadata.get(f"{arch}.rope.scaling.type", "linear" if found["factor"] else "none")
+    if not isinstance(kind, str):
+        raise FormatError(f"metadata key '{arch}.rope.scaling.type' must be a string, found {quoted(kind)}")
     original = found["original_context_length"]
     if "rope_freqs.weight" in factors:
         scaling = {"rope_type": "factors", "factors": factors["rope_freqs.weight"].tolist()}

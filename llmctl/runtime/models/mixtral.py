@@ -13,7 +13,7 @@ from llmctl.runtime.models.standard import rope_of, standard_config
 # What MixtralConfig takes for keys that are absent.
 _DEFAULTS = {
     **{"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
-    **{"num_local_experts": 8, "num_experts_per_tok": 2},
+    **{"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6},
 }
 
 
@@ -23,8 +23,6 @@ def read_config(values: dict[str, Any]) -> ModelConfig:
     for key in ("attention_bias", "mlp_bias"):
         hf.refuse(key, (False,), "Mixtral has no biases")
     window = None if hf.values.get("sliding_window") is None else hf.integer("sliding_window")
-    if "rope_theta" not in values and "rope_theta" not in (values.get("rope_parameters") or {}):
-        hf.values["rope_theta"] = 1e6
     layers = (LayerConfig(window, rope_of(hf, hf.head_dim()), sparse=True),) * hf.layers()
     experts = ExpertsConfig(
         num_experts=hf.integer("num_local_experts"),

@@ -62,7 +62,10 @@ class RopeConfig:
         """
         parameters = _parameters(config, layer_type)
         both = HfConfig({**config, **{key: value for key, value in parameters.items() if value is not None}})
-        kind = str(parameters.get("rope_type") or parameters.get("type") or "default").lower()
+        stated = next((value for key in ("rope_type", "type") if (value := parameters.get(key)) is not None), "default")
+        if not isinstance(stated, str):
+            raise FormatError(f"config.json: rope_type must be a string, found {quoted(stated)}")
+        kind = stated.lower()
         kind = _ALIASES.get(kind, kind)
         if kind not in ROPE_TYPES:
             raise UnsupportedError(f"config.json: unknown rope type {quoted(kind)}; known: {', '.join(ROPE_TYPES[:-1])}")
@@ -82,14 +85,21 @@ class RopeConfig:
 
 def _parameters(config: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
     """The rope parameters whatever key they stand under; nested ones picked by layer type."""
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(found, dict):
-        raise FormatError(f"config.json: rope_scaling is {type(found).__name__}, expected an object")
-    if found and all(isinstance(value, dict) or value is None for value in found.values()):
+    found: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        found = _object(config.get(key), key) or found
+    if any(key.endswith("_attention") for key in found) or (found and all(isinstance(one, dict) for one in found.values())):
         if layer_type not in found:
             raise FormatError(f"config.json: rope_parameters has no entry for layer type {layer_type!r}")
-        found = found[layer_type] or {}
+        return dict(_object(found[layer_type], f"rope_parameters of {layer_type}"))
     return dict(found)
+
+
+def _object(value: Any, what: str) -> dict[str, Any]:
+    """A JSON object; empty where there is none."""
+    if value is not None and not isinstance(value, dict):
+        raise FormatError(f"config.json: {what} must be an object, found {quoted(value)}")
+    return value or {}
 
 
 def _rotary_dim(both: HfConfig) -> int:

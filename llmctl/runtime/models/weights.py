@@ -229,7 +229,7 @@ class _GgufSource:
         self.checkpoint = checkpoint
         names, metadata = checkpoint.names(), checkpoint.metadata
         stated = metadata.get("general.architecture")
-        self.family = family or family_by_gguf_arch(stated, sparse=bool(metadata.get(f"{stated}.expert_count")))
+        self.family = family or family_by_gguf_arch(stated, sparse=metadata.get(f"{stated}.expert_count") not in (None, 0))
         if family is not None:
             metadata = {str(key).replace(f"{stated}.", f"{family.gguf_arch}.", 1): metadata[key] for key in metadata}
         factors = {name: dequantize(checkpoint.read(name)) for name in FACTOR_TENSORS if name in names}

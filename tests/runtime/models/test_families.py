@@ -177,6 +177,16 @@ def test_logits_after_gguf_and_back(folder: Folders, expected: Any, tmp_path: Pa
     assert_close(reference_logits(reference_model(tmp_path / "back"), IDS), expected(family, case), times=2)
 
 
+def test_a_folder_of_windows_alone_keeps_its_base(tmp_path: Path) -> None:
+    """transformers looks for the rope of the windows, whether or not there are layers without."""
+    path = make_tiny_model(tmp_path / "model", "olmo3", tokenizer="bpe", num_hidden_layers=1)
+    file = tmp_path / "model.gguf"
+    write(make_plan(open_source(path), recipe_by_name("F32")), file)
+    write_folder(plan_folder(file), tmp_path / "back")
+    logits = reference_logits(reference_model(path), IDS)
+    assert_close(reference_logits(reference_model(tmp_path / "back"), IDS), logits, times=2)
+
+
 OFF: dict[str, Any] = {
     "qk_norm": None,
     "norm_offset": 0.0,

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from make_tiny_model import tiny_config
 
 from llmctl.errors import FormatError
 from llmctl.runtime.models.gguf_config import config_from_gguf, factor_tensors, metadata_from_config
@@ -101,6 +102,9 @@ def test_gemma3_scaling_touches_the_global_layers_only() -> None:
         ({"llama.rope.freq_base": -1.0}, "rope.freq_base"),
         ({"llama.rope.dimension_count": 2**31 - 1}, "rotate"),
         ({"llama.rope.scaling.type": np.array([1, 2])}, "rope.scaling.type"),
+        ({"llama.rope.scale_linear": "four"}, "rope.scale_linear"),
+        ({"llama.expert_count": 4}, "llama.expert_used_count' is missing"),
+        ({"llama.expert_count": 4, "llama.expert_used_count": 0}, "llama.expert_used_count' is missing"),
         ({"tokenizer.ggml.eos_token_id": "two"}, "eos_token_id"),
         ({"tokenizer.ggml.bos_token_id": np.array([1])}, "bos_token_id"),
     ],
@@ -133,6 +137,35 @@ def test_zero_stands_for_a_scaling_or_cap_that_is_not_there() -> None:
     metadata = {**metadata_from_config(family.read_config(CONFIG), family), **zeros}
     config = family.read_config(config_from_gguf(metadata, family, SHAPES, {}))
     assert (config.final_softcap, config.layers[0].rope.kind) == (None, "default")
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_factor_of_no_stated_kind_is_linear(key: str) -> None:
+    """As llama.cpp reads it; files of 2023 have the second key."""
+    family = family_by_model_type("llama")
+    metadata = {**metadata_from_config(family.read_config(CONFIG), family), f"llama.{key}": 4.0}
+    rope = family.read_config(config_from_gguf(metadata, family, SHAPES, {})).layers[0].rope
+    assert rope is not None
+    assert (rope.kind, rope.parameters["factor"]) == ("linear", 4.0)
+
+
+@pytest.mark.parametrize("key", ["attention.key_length_mla", "expert_gating_func", "expert_weights_norm"])
+def test_lists_where_a_number_belongs(key: str) -> None:
+    family = family_by_model_type("deepseek_v3")
+    config = family.read_config(tiny_config("deepseek_v3").to_dict())
+    metadata = {**metadata_from_config(config, family), f"deepseek2.{key}": np.array([1, 2])}
+    with pytest.raises(FormatError, match=f"'deepseek2.{key}' must be a number"):
+        config_from_gguf(metadata, family, SHAPES, {})
+
+
+@pytest.mark.parametrize("family_name", ["mixtral", "olmo3"])
+def test_a_file_without_a_base_means_ten_thousand(family_name: str) -> None:
+    """As readers take it, not what the class of config.json has for a default."""
+    family = family_by_model_type(family_name)
+    metadata = metadata_from_config(family.read_config(tiny_config(family_name).to_dict()), family)
+    del metadata[f"{family.gguf_arch}.rope.freq_base"]
+    values = config_from_gguf(metadata, family, {"token_embd.weight": (384, 96)}, {})
+    assert {layer.rope.theta for layer in family.read_config(values).layers if layer.rope} == {10_000.0}
 
 
 def test_long_factors_need_the_short_ones() -> None:

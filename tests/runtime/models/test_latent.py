@@ -109,6 +109,21 @@ def test_a_file_without_sizes_is_named() -> None:
         complete_gguf({"qk_rope_head_dim": 16})
 
 
+SIZES = {"qk_rope_head_dim": 16, "qk_head_dim": 40, "v_head_dim": 20, "num_experts": 8}
+
+
+@pytest.mark.parametrize(("key", "value"), [("gating", 3), ("gating", True), ("temperature", 0.1)])
+def test_relatives_of_the_same_architecture_are_refused(key: str, value: float) -> None:
+    with pytest.raises(UnsupportedError, match=f"deepseek2.* = {value} is not supported"):
+        complete_gguf({**SIZES, key: value})
+
+
+@pytest.mark.parametrize("stated", [{}, {"routed_scaling_factor": 0}])
+def test_weights_that_no_key_scales_are_not_scaled(stated: dict[str, Any]) -> None:
+    """A config.json without the factor means the 2.5 of its class, a GGUF file means none."""
+    assert complete_gguf({**SIZES, "gating": 2, **stated})["routed_scaling_factor"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

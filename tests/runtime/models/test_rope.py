@@ -132,6 +132,24 @@ def test_an_unknown_type_is_an_error_that_names_it(key: str) -> None:
         RopeConfig.from_hf(config)
 
 
+@pytest.mark.parametrize(
+    ("stated", "named"),
+    [
+        ({"rope_parameters": 0}, "rope_parameters must be an object, found 0"),
+        ({"rope_parameters": []}, "rope_parameters must be an object"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"rope_parameters": {"full_attention": 3}}, "rope_parameters of full_attention must be an object, found 3"),
+        ({"rope_parameters": {"sliding_attention": {}}}, "no entry for layer type 'full_attention'"),
+        ({"rope_parameters": {"rope_type": 0}}, "rope_type must be a string, found 0"),
+        ({"rope_parameters": {"rope_type": []}}, "rope_type must be a string"),
+    ],
+)
+def test_what_is_no_object_or_name_is_an_error(stated: dict, named: str) -> None:
+    config = {"hidden_size": 96, "num_attention_heads": 6, "head_dim": HEAD_DIM, **stated}
+    with pytest.raises(FormatError, match=named):
+        RopeConfig.from_hf(config, "full_attention")
+
+
 @pytest.mark.parametrize(("name", "missing"), [("linear", "factor"), ("dynamic", "factor"), ("llama3", "low_freq_factor")])
 def test_a_missing_number_is_an_error_that_names_it(name: str, missing: str) -> None:
     config = copy.deepcopy(spellings(name)["rope_type"])
