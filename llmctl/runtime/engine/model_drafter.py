@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from llmctl.runtime.cache.block_manager import BlockManager
 from llmctl.runtime.cache.memory import PREFILL_CHUNK, Demand, plan_cache
 from llmctl.runtime.engine.drafter import Wish
@@ -78,7 +80,11 @@ class ModelDrafter:
         return own
 
     def _begin(self, sequence: Sequence) -> _Shadow:
-        own = Sequence(sequence.prompt_token_ids, sequence.params, Sampler(replace(sequence.params, constraints=())))
+        seed = sequence.params.seed
+        # Numbers that proposals are drawn by may not be those they are judged by: both have the odds only if independent.
+        other = None if seed is None else int(np.random.SeedSequence(seed).spawn(1)[0].generate_state(1, np.uint64)[0])
+        sampler = Sampler(replace(sequence.params, constraints=(), seed=other))
+        own = Sequence(sequence.prompt_token_ids, sequence.params, sampler)
         own.pages = self._blocks.new_pages()
         shadow = self._shadows[sequence] = _Shadow(own)
         return shadow

@@ -245,6 +245,20 @@ def test_draws_have_the_odds_of_the_target(stub_model, draft: str, top_k: int) -
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5, (statistic, freedom)  # four standard deviations
 
 
+def test_the_first_draws_of_many_seeds_have_the_odds_of_the_target(stub_model) -> None:
+    """A draft that drew by the very numbers its proposals are judged by would be found out here."""
+    params = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 3}
+    engine = speculative(stub_model, other_odds, target=soft, vocab_size=8, longest=3)
+    counts = np.zeros((8, 8))
+    for seed in range(600):
+        ids = completion(engine, [0, 1], SamplingParams(seed=seed, **params))
+        counts[ids[0], ids[1]] += 1
+    expected = odds_of_pairs(SamplingParams(**params)) * counts.sum(1, keepdims=True)
+    cells = expected >= 5
+    statistic, freedom = ((counts - expected)[cells] ** 2 / expected[cells]).sum(), cells.sum() - 8
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5, (statistic, freedom)
+
+
 def test_a_seed_gives_the_same_text_again_and_beside_others(stub_model) -> None:
     params = SamplingParams(temperature=0.9, top_k=0, top_p=1.0, min_p=0.0, seed=5, max_tokens=60)
 
