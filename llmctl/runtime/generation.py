@@ -221,6 +221,8 @@ class Batch:
         try:
             while not self._cancelled and self._admit():
                 for output in self._engine.step():
+                    if output.sequence not in self._running:
+                        continue  # the rest of a draft in which a stop string came
                     done = self._running[output.sequence].push(output)
                     if done is not None:
                         self._engine.abort(output.sequence)  # a stop string may have come before the engine's own end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -40,6 +41,51 @@ def test_a_batch_with_a_draft_gives_the_same_answers(call, scripted: Path, tmp_p
         assert done.code == 0, done.err
         outputs.append([json.loads(line)["text"] for line in done.out.splitlines()])
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+@pytest.mark.parametrize("draft", ["ngram", "model"])
+def test_a_stop_string_inside_a_draft_ends_an_answer_of_a_batch(call, scripted: Path, tmp_path: Path, draft: str) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "MM", "stop": ["e more more"]}, {"prompt": "A"}, {"prompt": "MM", "max_tokens": 9}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    spec = scripted if draft == "model" else draft
+    done = call("run", scripted, "--batch", prompts, *RAW, "--draft", spec, "--num-draft-tokens", "4")
+    assert done.code == 0, done.err
+    assert [json.loads(line)["text"] for line in done.out.splitlines()] == [" mor", "Paris is the answer.", " more" * 9]
+
+
+STRUCTURES = {
+    "--regex": "( one| two| three){6}!",
+    "--json-schema": '{"type":"array","items":{"enum":["a","bb"]},"minItems":2,"maxItems":4}',
+}
+
+
+@pytest.mark.parametrize("draft", ["ngram", "self:Q8_0", "model"])
+@pytest.mark.parametrize("flag", STRUCTURES)
+def test_answers_keep_their_structure_with_a_draft(call, scripted: Path, draft: str, flag: str) -> None:
+    spec = scripted if draft == "model" else draft
+    run = ("run", scripted, "-p", "R", "--no-chat", "--json", flag, STRUCTURES[flag], "--ban", " two two")
+    number = ("--draft", spec, "--num-draft-tokens", "3")
+    plain, drafted = (json.loads(call(*run, "--temp", "0", *more).out) for more in ((), number))
+    assert drafted["token_ids"] == plain["token_ids"]
+    for seed in ("1", "2", "3"):
+        again = [json.loads(call(*run, "--seed", seed, *number).out) for _ in range(2)]
+        assert again[0]["token_ids"] == again[1]["token_ids"]
+        text = again[0]["text"]
+        assert " two two" not in text
+        if flag == "--regex":
+            assert re.fullmatch(STRUCTURES[flag], text)
+        else:
+            assert 2 <= len(json.loads(text)) <= 4
+
+
+def test_without_a_model_the_default_one_is_drafted_for(call, scripted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMCTL_MODEL", str(scripted))
+    done = call("run", "--draft", scripted, "--num-draft-tokens", "3", "-p", "A", *RAW, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["text"] == "Paris is the answer."
+    assert found["speculation"]["accepted"] > 0
 
 
 def test_statistics_are_shown_for_people(call, scripted: Path) -> None:
