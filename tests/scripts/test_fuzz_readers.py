@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +66,10 @@ def raising() -> str:
 
 
 def hoarding() -> str:
-    return "kept" if bytearray(300 << 20) else ""
+    with mmap.mmap(-1, 300 << 20) as memory:  # not of what the process has been given already
+        for place in range(0, len(memory), mmap.PAGESIZE):
+            memory[place] = 1
+    return "kept"
 
 
 def working() -> str:
