@@ -12,6 +12,7 @@ import typer
 from llmctl.commands import answer_json, console
 from llmctl.commands.answer import describe_model, describe_sampling, load_weights
 from llmctl.commands.batch_input import Task, read_tasks
+from llmctl.commands.draft import describe_acceptance
 from llmctl.commands.one_shot import INTERRUPTED, tell_missing_template
 from llmctl.commands.signals import on_interrupt
 from llmctl.errors import LlmctlError, OutputError
@@ -154,6 +155,8 @@ def _answer(session: Session, tasks: list[Task], answers: Answers, parallel: int
             answers.add(places[number], _fields(session, model.tokenizer, answers.remaining[number], completion))
             done += 1
             bar.update_to(done)
+    if engine.speculation:
+        console.detail(describe_acceptance(engine.speculation.stats))
     return done == len(places)
 
 

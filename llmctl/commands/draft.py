@@ -151,15 +151,19 @@ def _own_formats(target: OpenedModel, type_name: str) -> dict[str, Format]:
     }
 
 
+def describe_acceptance(stats: SpeculationStats) -> str:
+    """How many drafted tokens held, whoever they were for."""
+    if not stats.drafted:
+        return "draft: nothing was drafted"
+    return f"draft: {stats.accepted} of {stats.drafted} drafted tokens accepted ({stats.acceptance_rate:.0%})"
+
+
 def describe_speculation(stats: SpeculationStats, completion_tokens: int) -> list[str]:
     """What drafting did for one answer."""
     if not stats.drafted:
-        return ["draft: nothing was drafted"]
+        return [describe_acceptance(stats)]
     passes = stats.rounds + stats.plain_steps
-    lines = [
-        f"draft: {stats.accepted} of {stats.drafted} drafted tokens accepted ({stats.acceptance_rate:.0%}), "
-        f"{passes} passes of the model for {completion_tokens} tokens"
-    ]
+    lines = [f"{describe_acceptance(stats)}, {passes} passes of the model for {completion_tokens} tokens"]
     if stats.speedup is not None:
         lines.append(f"draft: {stats.speedup:.2f} x the speed of plain decoding")
     return lines

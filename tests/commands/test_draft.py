@@ -37,7 +37,8 @@ def test_a_batch_with_a_draft_gives_the_same_answers(call, scripted: Path, tmp_p
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("R", "xyM", "A", "RRR", "M")))
     outputs = []
     for extra in ([], ["--draft", "ngram"], ["--draft", str(scripted), "--num-draft-tokens", "2"]):
-        done = call("run", scripted, "--batch", prompts, "--parallel", "3", *RAW, *extra)
+        done = call("run", scripted, "--batch", prompts, "--parallel", "3", *RAW, *extra, "--verbose")
+        assert ("drafted tokens accepted" in done.err) == bool(extra)
         assert done.code == 0, done.err
         outputs.append([json.loads(line)["text"] for line in done.out.splitlines()])
     assert outputs[0] == outputs[1] == outputs[2]

@@ -78,7 +78,7 @@ def test_eval(without_torch: Try, scripted: Path, tmp_path: Path) -> None:
         ("doctor",),
         ("inspect",),
         ("inspect-kv",),
-        ("models", "list"),
+        ("models", "list", "--json"),  # which says something of an empty store, too
     ],
 )
 def test_what_computes_nothing(without_torch: Try, arguments: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stub_loop import VOCAB, completion, drain, mixed
 
 from llmctl.errors import ContextLengthError, UsageError
 from llmctl.kernels.ops import StepInterrupted
@@ -14,34 +15,11 @@ from llmctl.runtime.engine import Engine
 from llmctl.runtime.engine.engine import check_prompt
 from llmctl.runtime.sampling.params import SamplingParams
 
-VOCAB = 32
 GREEDY = SamplingParams(temperature=0)
-
-
-def mixed(ids: list[int]) -> np.ndarray:
-    """Logits in which every token of the context counts, with its position."""
-    state = 7
-    for token_id in ids:
-        state = (state * 31 + token_id + 1) % 1_000_003
-    return np.random.default_rng(state).normal(size=VOCAB)
 
 
 def always(token_id: int):
     return lambda ids: np.eye(VOCAB)[token_id]
-
-
-def drain(engine: Engine, limit: int = 10_000) -> None:
-    for _ in range(limit):
-        if not engine.has_work:
-            return
-        engine.step()
-    pytest.fail("the engine never ends")
-
-
-def completion(engine: Engine, prompt: list[int], params: SamplingParams) -> list[int]:
-    sequence = engine.add(prompt, params)
-    drain(engine)
-    return sequence.completion_token_ids
 
 
 def greedy_by_hand(prompt: list[int], count: int) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from stub_loop import VOCAB, completion, drain, mixed
 
 from llmctl.kernels.ops import StepInterrupted
 from llmctl.runtime.cache.memory import BLOCK_SIZE, LayerShape
@@ -18,17 +19,8 @@ from llmctl.runtime.engine.model_drafter import ModelDrafter
 from llmctl.runtime.engine.speculation import Speculation
 from llmctl.runtime.sampling.params import SamplingParams
 
-VOCAB = 32
 PROMPT = [3, 1, 4, 1, 5]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
-
-
-def mixed(ids: list[int], salt: int = 7) -> np.ndarray:
-    """Logits in which every token of the context counts, with its position."""
-    state = salt
-    for token_id in ids:
-        state = (state * 31 + token_id + 1) % 1_000_003
-    return np.random.default_rng(state).normal(size=VOCAB)
 
 
 def wrong(ids: list[int]) -> np.ndarray:
@@ -40,10 +32,6 @@ def right_sometimes(ids: list[int]) -> np.ndarray:
     return mixed(ids) if len(ids) % 3 else wrong(ids)
 
 
-def nothing(ids: list[int]) -> np.ndarray:
-    raise AssertionError("this model is never asked")
-
-
 def speculative(stub_model, draft, target=mixed, *, longest=3, fixed=True, sequences=1, engine=None, **choices) -> Engine:
     """An engine over stubs. draft: logits of the draft model, or a drafter. choices: of both models."""
     model = stub_model(target, **choices)
@@ -52,20 +40,6 @@ def speculative(stub_model, draft, target=mixed, *, longest=3, fixed=True, seque
         draft = ModelDrafter(draft_model, num_tokens=VOCAB, cost=0.1, longest=longest, max_num_seqs=sequences)
     speculation = Speculation(draft, longest=longest, fixed=fixed)
     return Engine(model, speculation=speculation, max_num_seqs=sequences, **(engine or {}))
-
-
-def drain(engine: Engine) -> None:
-    for _ in range(10_000):
-        if not engine.has_work:
-            return
-        engine.step()
-    pytest.fail("the engine never ends")
-
-
-def completion(engine: Engine, prompt: list[int], params: SamplingParams) -> list[int]:
-    sequence = engine.add(prompt, params)
-    drain(engine)
-    return sequence.completion_token_ids
 
 
 def plain(stub_model, params: SamplingParams = GREEDY, prompt: list[int] = PROMPT, **choices) -> list[int]:
