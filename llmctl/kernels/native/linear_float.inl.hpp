@@ -58,8 +58,17 @@ template <class Load> void expand_plain(const PackedMatrix& matrix, int64_t tile
   for (int64_t c = 0; c < count; ++c) store_f32(out + kTileRows * c, Load::load(p + c * Load::kBytes));
 }
 
-// T tokens times R tiles, `tile_stride` bytes apart, over `count` columns. sums [T][kFloatTiles][16].
-template <class Load, int R, int T>
+// Asks for the line kAhead of each of R tiles that are read side by side, `at` bytes from their beginning: what follows the end
+// of one is R tiles further on.
+template <int R> LLMCTL_INLINE void ask_ahead_of_tiles(const uint8_t* weight, int64_t at, int64_t tile_bytes) {
+  const int64_t ahead = kAhead + (at + kAhead < tile_bytes ? 0 : (R - 1) * tile_bytes);
+#pragma GCC unroll 2
+  for (int r = 0; r < R; ++r) __builtin_prefetch(weight + r * tile_bytes + ahead, 0, 2);
+}
+
+// T tokens times R tiles, `tile_stride` bytes apart, over `count` columns. sums [T][kFloatTiles][16]. kFromMemory: the tiles are
+// the matrix's own, not copies in the cache.
+template <class Load, int R, int T, bool kFromMemory>
 void add_columns(const uint8_t* weight, int64_t tile_stride, const float* x, int64_t x_stride, int64_t count, float* sums,
                  bool fresh) {
   constexpr int64_t kStride = kFloatTiles * kTileRows;
@@ -69,6 +78,7 @@ void add_columns(const uint8_t* weight, int64_t tile_stride, const float* x, int
 #pragma GCC unroll 2
     for (int r = 0; r < R; ++r) y[t][r] = fresh ? zero_f32() : load_f32(sums + t * kStride + r * kTileRows);
   for (int64_t c = 0; c < count; ++c, weight += Load::kBytes) {
+    if (kFromMemory && c * Load::kBytes % 64 == 0) ask_ahead_of_tiles<R>(weight, c * Load::kBytes, tile_stride);
     F32 w[R];
 #pragma GCC unroll 2
     for (int r = 0; r < R; ++r) w[r] = Load::load(weight + r * tile_stride);
@@ -85,19 +95,20 @@ void add_columns(const uint8_t* weight, int64_t tile_stride, const float* x, int
     for (int r = 0; r < R; ++r) store_f32(sums + t * kStride + r * kTileRows, y[t][r]);
 }
 
-template <class Load, int R>
+template <class Load, int R, bool kFromMemory>
 void add_columns_to_all(const uint8_t* weight, int64_t tile_stride, const Activations& x, int64_t first, int64_t count,
                         float* sums) {
   for_groups<kFloatTokens>(0, x.tokens, [&](auto size, int64_t token) {
-    add_columns<Load, R, decltype(size)::value>(weight, tile_stride, x.values + token * x.value_stride + first, x.value_stride,
-                                                count, sums + token * kFloatTiles * kTileRows, first == 0);
+    add_columns<Load, R, decltype(size)::value, kFromMemory>(weight, tile_stride, x.values + token * x.value_stride + first,
+                                                             x.value_stride, count, sums + token * kFloatTiles * kTileRows,
+                                                             first == 0);
   });
 }
 
 // R neighbouring tiles, up to kFloatTokenBlock tokens, straight from plain weights.
 template <class Load, int R>
 void plain_tiles(const PackedMatrix& matrix, int64_t tile, const Activations& x, float*, float* sums) {
-  add_columns_to_all<Load, R>(matrix.tile(tile), matrix.tile_bytes(), x, 0, matrix.columns, sums);
+  add_columns_to_all<Load, R, true>(matrix.tile(tile), matrix.tile_bytes(), x, 0, matrix.columns, sums);
 }
 
 using Expand = void (*)(const PackedMatrix&, int64_t tile, int64_t first, int64_t count, float* out);
@@ -107,7 +118,8 @@ void expanded_tiles(const PackedMatrix& matrix, int64_t tile, const Activations&
   for (int64_t first = 0; first < matrix.columns; first += kFloatColumns) {
     int64_t count = matrix.columns - first < kFloatColumns ? matrix.columns - first : kFloatColumns;
     for (int r = 0; r < R; ++r) kExpand(matrix, tile + r, first, count, weights + r * kFloatColumns * kTileRows);
-    add_columns_to_all<LoadF32, R>((const uint8_t*)weights, kFloatColumns * kTileRows * sizeof(float), x, first, count, sums);
+    add_columns_to_all<LoadF32, R, false>((const uint8_t*)weights, kFloatColumns * kTileRows * sizeof(float), x, first, count,
+                                          sums);
   }
 }
 

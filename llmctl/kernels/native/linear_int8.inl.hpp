@@ -16,7 +16,7 @@ namespace llmctl::LLMCTL_ISA {
 using Linear = void (*)(const PackedMatrix&, int64_t first_tile, int64_t last_tile, const Activations&, float* y, int64_t stride);
 
 constexpr int64_t kDirectTokens = kDotTokens;       // up to here codes are unpacked in registers
-constexpr int64_t kAhead = 4096;                    // bytes asked for ahead: the machine's own prefetcher stops at every page
+constexpr int64_t kAhead = 8192;                    // bytes asked for ahead: the machine's own prefetcher stops at every page
 constexpr int64_t kChunkBlocks = 32 / kTilesAtOnce; // unpacked at a time; with the activations beside it fits the L1 cache
 constexpr int64_t kTokenBlock = 128;                // tokens that pass over an unpacked chunk
 
@@ -105,6 +105,12 @@ LLMCTL_INLINE void store_rows(float* y, F32 a, int64_t rows) {
   else store_f32_first(y, a, (int)rows);
 }
 
+// Asks the second-level cache for what lies kAhead behind the bytes begin .. end - 1. The first level would be asked line by line
+// and have the core wait for the oldest (10 to 20 % slower on Sapphire Rapids).
+LLMCTL_INLINE void ask_ahead(const uint8_t* bytes, int64_t begin, int64_t end) {
+  for (int64_t i = (begin + 63) / 64 * 64; i < end; i += 64) __builtin_prefetch(bytes + kAhead + i, 0, 2);
+}
+
 // T tokens times one tile, codes unpacked on the way; the first `count` results are stored.
 template <class L, int T>
 void direct_tile(const PackedMatrix& matrix, int64_t tile, const int8_t* x, int64_t x_stride, const BlockScalars<L, T>* scalars,
@@ -116,11 +122,11 @@ void direct_tile(const PackedMatrix& matrix, int64_t tile, const int8_t* x, int6
 #pragma GCC unroll 8
   for (int t = 0; t < T; ++t) sums[0][t] = zero_f32();
   for (int64_t u = 0; u < units; ++u, unit += unit_bytes) {
-    for (int64_t i = 0; i < unit_bytes; i += 64) __builtin_prefetch(unit + kAhead + i);
     F32 scale[L::kUnitScales], minimum[L::kUnitScales];
     L::scales(unit, scale, minimum);
     I32 zero = zero_form<L>(unit);
     for (int64_t b = 0; b < blocks; ++b, x += kBlock, ++scalars) {
+      ask_ahead(unit, unit_bytes * b / blocks, unit_bytes * (b + 1) / blocks);
       U8 codes[8];
       dot_codes<L>(unit, b, codes);
       int64_t first = scale_index<L>(b);

@@ -251,7 +251,9 @@ struct Program::MatrixPhase : Program::Phase {
     if (!own_rows || input < 0 || chunks.empty()) return true;
     const auto items = static_cast<int64_t>(chunks.size());
     const Chunk& chunk = chunks[std::min(queue.begin(items, worker), items - 1)];
-    prefetch_tiles(segments[chunk.segment].matrix, chunk.first_tile, chunk.last_tile);
+    const Segment& segment = segments[chunk.segment];
+    prefetch_tiles(segment.matrix, chunk.first_tile, chunk.last_tile);
+    if (segment.gated) prefetch_tiles(segment.up, chunk.first_tile, chunk.last_tile);
     return true;
   }
 
