@@ -70,6 +70,10 @@ class NativeOps:
     def prepare_vector(self, vector: np.ndarray | QuantTensor, dtype: str | None = None) -> np.ndarray:
         return np.array(dequantize(vector), np.float32)
 
+    @staticmethod
+    def read_vector(vector: np.ndarray) -> np.ndarray:
+        return vector
+
     def kv_pages(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str, latent: int = 0) -> Any:
         assert block_size == _BLOCK_SIZE, block_size
         padded = -(-head_dim // HEAD_DIM_STEP) * HEAD_DIM_STEP

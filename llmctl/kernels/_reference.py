@@ -66,6 +66,10 @@ class ReferenceOps:
     def prepare_vector(self, vector: np.ndarray | QuantTensor, dtype: str | None = None) -> torch.Tensor:
         return self._upload(dequantize(vector)).to(_DTYPES[dtype or self.dtype])
 
+    @staticmethod
+    def read_vector(vector: torch.Tensor) -> np.ndarray:
+        return vector.float().cpu().numpy()
+
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         if not array.flags.writeable:  # mapped from a read-only file
             array = array.copy()

@@ -45,6 +45,9 @@ class Ops(Protocol):
     def prepare_vector(self, vector: np.ndarray | QuantTensor, dtype: str | None = None) -> Array:
         """A norm weight (dtype "float32") or a bias (compute dtype), of experts a bias each; any stored format."""
 
+    def read_vector(self, vector: Array) -> np.ndarray:
+        """The numbers of a prepared vector, float32."""
+
     def kv_pages(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str, latent: int = 0
     ) -> Array:

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 
 from llmctl.errors import OutOfMemoryError
-from llmctl.kernels.formats.codecs import dequantize_blocks, quantize
 from llmctl.kernels.kv_types import BLOCK_TYPES, rotation
+from llmctl.kernels.store_kv.rounding import LARGEST_FP8, decode_rows, encode_rows
 
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-_LARGEST_FP8 = 448.0
-
-
-def rotate(x: torch.Tensor, block: int) -> torch.Tensor:
-    """Every `block` numbers of the last axis times H / √block, H the Hadamard matrix; as it is for 0. Its own inverse."""
-    if block == 0:
-        return x
-    shape, x = x.shape, x.reshape(-1, block)
-    step = 1
-    while step < block:
-        pairs = x.reshape(-1, 2, step)
-        x = torch.cat((pairs[:, :1] + pairs[:, 1:], pairs[:, :1] - pairs[:, 1:]), 1).reshape(-1, block)
-        step *= 2
-    return (x / math.sqrt(block)).reshape(shape)
 
 
 class PlainPages:
@@ -44,7 +29,7 @@ class PlainPages:
         if self.numbers.dtype != torch.float8_e4m3fn:
             self.numbers[slots] = rows.to(self.numbers.dtype)
             return
-        rows = rows.float().where(rows.isfinite(), torch.nan).clamp(-_LARGEST_FP8, _LARGEST_FP8)
+        rows = rows.float().where(rows.isfinite(), torch.nan).clamp(-LARGEST_FP8, LARGEST_FP8)
         self.numbers.view(torch.uint8)[slots] = rows.to(torch.float8_e4m3fn).view(torch.uint8)  # bytes can be indexed
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
@@ -62,8 +47,8 @@ class BlockPages:
     """Rows as files have them. block: numbers that are rotated together before they are rounded, 0 for none."""
 
     def __init__(self, shape: tuple[int, int, int], side: str, device: str, block: int) -> None:
-        self.format, self.block, self.width, self.device = BLOCK_TYPES[side], block, shape[-1], device
-        self.rows = _allocate((*shape[:2], self.format.row_bytes(shape[-1])), torch.uint8, side, "cpu")
+        self.side, self.block, self.width, self.device = side, block, shape[-1], device
+        self.rows = _allocate((*shape[:2], BLOCK_TYPES[side].row_bytes(shape[-1])), torch.uint8, side, "cpu")
 
     def first(self, width: int) -> BlockPages:
         """The same pages, of which only the first numbers of every row are seen."""
@@ -73,16 +58,12 @@ class BlockPages:
 
     def store(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """rows [n, num_kv_heads, width] → slots [n]. A row with a number that is not finite reads back as NaN."""
-        values = rotate(rows.float(), self.block).cpu().numpy()
-        finite = np.isfinite(values).all(-1)
-        blocks = quantize(np.where(finite[..., None], values, 0), self.format).blocks
-        blocks[~finite] = 0xFF
-        self.rows[slots.cpu()] = torch.from_numpy(blocks)
+        self.rows[slots.cpu()] = torch.from_numpy(encode_rows(rows.float().cpu().numpy(), self.side, self.block))
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         """float32 [n, num_kv_heads, width]."""
-        values = dequantize_blocks(self.format, self.rows[slots.cpu()].numpy())
-        return rotate(torch.from_numpy(values), self.block)[..., : self.width].to(self.device)
+        values = decode_rows(self.rows[slots.cpu()].numpy(), self.side, self.block)
+        return torch.from_numpy(values)[..., : self.width].to(self.device)
 
     def copy(self, source: slice, target: slice) -> None:
         """Some slots to others."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from llmctl.kernels.attention import BatchDescription, PageMap
+from llmctl.kernels.ops import Array
 from llmctl.runtime.cache.block_manager import BlockManager, PageCopy
 from llmctl.runtime.cache.kv_cache import KvCache
 from llmctl.runtime.cache.memory import BLOCK_SIZE, PREFILL_CHUNK, CachePlan, Demand, plan_cache
@@ -16,6 +17,9 @@ from llmctl.runtime.loading import LoadedModel
 from llmctl.runtime.models.rotary_tables import RotaryTables
 from llmctl.runtime.sampling.params import SamplingParams
 from llmctl.runtime.sampling.sampler import Sampler
+
+Forward = Callable[[BatchDescription, KvCache, Array], Array]
+"""A forward pass: of a batch over a cache, what it makes of the tokens numbered `rows`, [rows, numbers]."""
 
 
 def describe(chunks: list[ScheduledChunk], num_groups: int, tables: RotaryTables) -> BatchDescription:
@@ -55,14 +59,14 @@ def _rope_lengths(chunks: list[ScheduledChunk]) -> np.ndarray:
 
 
 class ModelRunner:
-    """Runs chunks through one model over one cache."""
+    """Runs chunks through one model over one cache. forward: what is computed, None for the decoder's logits."""
 
-    def __init__(self, model: LoadedModel, plan: CachePlan) -> None:
+    def __init__(self, model: LoadedModel, plan: CachePlan, forward: Forward | None = None) -> None:
         self.model = model
         self.cache = cache = KvCache(model.ops, model.config.kv_layers(), plan, model.kv_type)
-        self._tables = model.decoder.tables
+        self._tables, compute = model.decoder.tables, forward or model.decoder.forward
         self._forward = model.ops.compile(
-            lambda batch, rows: model.decoder.forward(batch, cache, rows),
+            lambda batch, rows: compute(batch, cache, rows),
             [rope.rotary_dim // 2 for rope in self._tables.ropes],
         )
 
@@ -94,13 +98,15 @@ class ModelRunner:
 class LogitsReader:
     """Logits of one model for texts of up to `length` tokens, one after the other, over the same cache pages.
 
-    chunk: most tokens in a step.
+    chunk: most tokens in a step. forward: what is read instead of logits.
     """
 
-    def __init__(self, model: LoadedModel, length: int, chunk: int = PREFILL_CHUNK) -> None:
+    def __init__(
+        self, model: LoadedModel, length: int, chunk: int = PREFILL_CHUNK, forward: Forward | None = None
+    ) -> None:
         self.num_tokens, self._chunk = model.num_tokens, chunk
         plan = plan_cache(model.config.kv_layers(), model.kv_type, Demand(length, prefill_chunk=chunk))
-        self._blocks, self._runner = BlockManager(plan, reuse_tokens=None), ModelRunner(model, plan)
+        self._blocks, self._runner = BlockManager(plan, reuse_tokens=None), ModelRunner(model, plan, forward)
 
     def rows(self, ids: list[int], first: int = 0, step: int | None = None) -> Iterator[np.ndarray]:
         """Logits [n, vocab_size] after the tokens from number `first` on, in order, at most `step` and at most a chunk of them at

@@ -108,15 +108,18 @@ class Decoder:
 
     def forward(self, batch: BatchDescription, cache: KvCache, rows: Array) -> Array:
         """Logits [len(rows), vocab_size] of the batch's tokens numbered `rows`; keys and values go to the cache's pages."""
-        ops, config = self.ops, self.config
-        self.tables.prepare(batch)
-        positions = self.embed_positions and self.embed_positions.weight
-        x = embedded(ops, config, batch.token_ids, self.embed_tokens.weight, batch.positions, positions)
+        x = self.begin(batch)
         for layer in self.layers[:-1]:
             x = layer.forward(x, batch, cache, self.tables)
         # What follows the last attention is computed for the tokens whose logits are wanted.
         x = self.layers[-1].forward(x, batch, cache, self.tables, rows)
         return self._logits(self.norm.forward(x))
+
+    def begin(self, batch: BatchDescription) -> Array:
+        """What the first layer reads [T, hidden_size], with the angles of the batch's positions prepared for all layers."""
+        self.tables.prepare(batch)
+        positions = self.embed_positions and self.embed_positions.weight
+        return embedded(self.ops, self.config, batch.token_ids, self.embed_tokens.weight, batch.positions, positions)
 
     def expert_counts(self) -> list[list[int]]:
         """Tokens that each expert had so far, for every layer that has experts, in order; of the last layer only tokens whose
