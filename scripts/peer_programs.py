@@ -145,11 +145,13 @@ def _wall(command: list[str]) -> float:
     return time.perf_counter() - begin
 
 
-def run_program(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run it to its end with no input; PeerError with its last words where it fails."""
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", timeout=_LIMIT_S, check=False
-    )
+def run_program(command: list[str], limit_s: float | None = _LIMIT_S) -> subprocess.CompletedProcess[str]:
+    """Run it to its end with no input; PeerError with its last words where it fails, or where it is not done in time."""
+    output = {"stdin": subprocess.DEVNULL, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
+    try:
+        done = subprocess.run(command, timeout=limit_s, check=False, **output)
+    except subprocess.TimeoutExpired as error:
+        raise PeerError(f"{' '.join(command)} was not done after {limit_s:.0f} s") from error
     if done.returncode != 0:
         last = " | ".join(done.stderr.strip().splitlines()[-3:])
         raise PeerError(f"{' '.join(command)} ended with code {done.returncode}: {last}")

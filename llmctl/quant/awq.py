@@ -6,7 +6,7 @@ of the outputs decides which, and no scaling at all is among the choices. Where 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,15 +15,13 @@ import torch
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.plain import cast
 from llmctl.kernels.formats.spec import Format
-from llmctl.quant.gptq import loss
-from llmctl.quant.statistics import Statistics
 from llmctl.quant.walk import LayerWeights
 from llmctl.runtime.models.topology import InputGroup, ScaleSource
 
-_POWERS = tuple(step / 20 for step in range(21))  # 0 is the identity
-_ROWS = 256  # of a matrix, evenly spaced, that the powers are tried on: all rows want much the same
-Rounder = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(module, weight [N, K], importance [K]) → its rounded values."""
+_COARSE = tuple(step / 10 for step in range(11))  # 0 is the identity
+_FINE = 0.05  # then what lies this far from the best
+Loss = Callable[[torch.Tensor], float]
+"""Factors on the columns of the weights, float32 [K] → how far the outputs are off when they are rounded with them."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +35,24 @@ class Smoothing:
     after: float
 
 
-def choose_scales(
-    weights: dict[str, torch.Tensor], statistics: Statistics, hessian: torch.Tensor, channels: np.ndarray, rounder: Rounder
-) -> Smoothing:
-    """weights: float32 [N, K] by module, of one input. channels: which of the source's channels each column is: those of one
-    share a scale."""
-    weights = {module: weight[:: max(1, len(weight) // _ROWS)] for module, weight in weights.items()}
-    magnitudes = _by_channel(statistics.mean_magnitudes, channels)
-    sizes = _by_channel(_mean_sizes(weights), channels)
-    best = None
-    for power in _POWERS:
+def choose_scales(weights: Iterable[torch.Tensor], magnitudes: torch.Tensor, channels: np.ndarray, loss: Loss) -> Smoothing:
+    """weights: float32 [N, K], of one input. magnitudes: float32 [K], E|x| of it. channels: which of the source's channels each
+    column is: those of one share a scale."""
+    magnitudes, sizes = (_by_channel(values, channels) for values in (magnitudes, _mean_sizes(weights)))
+
+    def tried(power: float) -> Smoothing:
         scales = _scales(magnitudes, sizes, power)
-        found = _loss(weights, statistics, hessian, scales, rounder)
-        if best is None:
-            best = Smoothing(scales, power, found, found)
-        elif found < best.after:
-            best = Smoothing(scales, power, best.before, found)
-    assert best is not None
-    return best
+        return Smoothing(scales, power, before, loss(scales))
+
+    before = loss(torch.ones_like(magnitudes))
+    best = Smoothing(torch.ones_like(magnitudes), 0.0, before, before)
+    best = min(best, *map(tried, _COARSE[1:]), key=_after)
+    near = (power for power in (best.power - _FINE, best.power + _FINE) if 0 < power <= 1)
+    return min(best, *map(tried, near), key=_after)
+
+
+def _after(one: Smoothing) -> float:
+    return one.after
 
 
 def _by_channel(values: torch.Tensor, channels: np.ndarray) -> torch.Tensor:
@@ -64,31 +62,18 @@ def _by_channel(values: torch.Tensor, channels: np.ndarray) -> torch.Tensor:
     return (sums / torch.bincount(places).clamp(min=1))[places]
 
 
-def _mean_sizes(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+def _mean_sizes(weights: Iterable[torch.Tensor]) -> torch.Tensor:
     """Mean |w| of every column, relative to the row's largest, so that rows count alike."""
-    parts = [(weight.abs() / weight.abs().amax(1, keepdim=True).clamp(min=1e-12)) for weight in weights.values()]
+    parts = [(weight.abs() / weight.abs().amax(1, keepdim=True).clamp(min=1e-12)) for weight in weights]
     return torch.cat(parts).mean(0)
 
 
 def _scales(magnitudes: torch.Tensor, sizes: torch.Tensor, power: float) -> torch.Tensor:
     """Factors around 1; channels that were never used keep 1."""
-    if power == 0:
-        return torch.ones_like(magnitudes)
     scales = magnitudes.clamp(min=1e-6).pow(power) / sizes.clamp(min=1e-6).pow(1 - power)
     scales = scales.clamp(min=1e-4)
     scales = scales / (scales.max() * scales.min()).sqrt()
     return torch.where(magnitudes > 0, scales, 1)
-
-
-def _loss(
-    weights: dict[str, torch.Tensor], statistics: Statistics, hessian: torch.Tensor, scales: torch.Tensor, rounder: Rounder
-) -> float:
-    importance = statistics.mean_squares / scales.square()
-    total = 0.0
-    for module, weight in weights.items():
-        values = rounder(module, weight * scales, importance) / scales
-        total += float(loss(weight, values, hessian).sum())
-    return total
 
 
 def fold(layer: LayerWeights, group: InputGroup, scales: torch.Tensor, form: Format) -> torch.Tensor:

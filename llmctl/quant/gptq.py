@@ -17,7 +17,7 @@ from llmctl.quant.integer_grid import GridValues, IntegerGrid, find_scales, inve
 BLOCK = 128
 """Columns between two updates of all that follow."""
 DAMPING = 0.05
-"""What held-out text likes best of 0.01 to 0.1: less follows the noise of some ten thousand tokens."""
+"""See `grid_gptq.DAMPING`."""
 _LADDER = (1, 3, 10, 30)
 _FLOOR = 1e-3  # of the mean of the diagonal, for eigenvalues, where no damping of the ladder was enough
 

@@ -24,13 +24,14 @@ from llmctl.kernels.formats.spec import Format
 
 F = np.float32
 DAMPING = 0.05
-"""Of held-out text the loss is least between 0.03 and 0.1, flat there: less follows the noise of some ten thousand tokens."""
+"""On rows of the calibration text that are left out, the loss is within 1 % of the best of 0.01 to 0.2, at 3 bits and at 4: less
+follows the noise of some ten thousand tokens, more lets errors pass."""
 _LADDER = (1, 10, 100)  # times the damping, until the Hessian can be factored
 _FLOOR = 1e-4  # least importance, as a share of the mean
 _SMALL = 128  # columns of a triangular matrix that numpy inverts
 _ROWS = 4096  # solved at once: bounds the memory for tall matrices such as the head
 PASSES = 6
-"""Of steps and codes in turn. On held-out text four bring nine tenths of what twelve do."""
+"""Of steps and codes in turn. On rows that are left out three bring nine tenths of what twelve do."""
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ import torch
 from llmctl.errors import LlmctlError
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import FORMATS, Format
-from llmctl.quant import awq
 from llmctl.quant.capture import CaptureOps
 from llmctl.quant.head import head_module, head_statistics, round_head, solve_head
 from llmctl.quant.integer_grid import GridValues
 from llmctl.quant.module_solver import Method, Solved, Target, codes_of, round_module, solve_group
 from llmctl.quant.results import HEAD_LAYER, Results
+from llmctl.quant.smoothing import Half
 from llmctl.quant.statistics import Statistics
 from llmctl.quant.walk import LayerWeights, Walk, one_thread_each
 from llmctl.quant.work_folder import WorkFolder
@@ -34,7 +34,6 @@ from llmctl.runtime.models.weights import ModelWeights
 
 GROUPS_AT_ONCE = 8
 """Inputs whose Σ x xᵀ is collected in one pass over the text."""
-_CHECKED_BATCHES = 2  # outputs of a layer that are compared with and without smoothing
 
 Progress = Callable[[int, int], None]
 
@@ -191,33 +190,14 @@ def _solve(
 def _solve_smoothed(
     job: Job, walk: Walk, layer: LayerWeights, groups: list[InputGroup], result: LayerResult
 ) -> None:
-    """AWQ: with smoothing, and without where that is what brings the layer's output closer."""
+    """AWQ, one half of the layer after the other, so that the second is fitted to what the first makes once it is rounded."""
     scaled = [group for group in scale_groups(layer.config, layer.index) if _all_quantized(job, layer, group)]
-    found = walk.collect(layer, _seen_at([*groups, *scaled]), products=True)
-    checked = range(min(_CHECKED_BATCHES, len(walk.batches)))
-    wanted = walk.outputs(layer, checked)
-    trials = []
-    for smooth in (True, False):
-        trial, attempt = LayerWeights(layer.source, layer.ops, layer.index), LayerResult()
-        statistics = {name: one.copy() for name, one in found.items()}
-        if smooth:
-            _smooth(job, trial, scaled, groups, statistics, attempt)
-        attempt.floats = dict(trial.replaced)
-        for group in groups:
-            _solve(job, trial, group, statistics, attempt)
-        made = walk.outputs(trial, checked)
-        error = sum(float((a - b).square().sum()) for a, b in zip(made, wanted, strict=True))
-        trials.append((error, trial, attempt))
-    (with_error, *_), (without_error, *_) = trials
-    _, trial, attempt = trials[0] if with_error < without_error else trials[1]
-    attempt.facts |= {"output_error_smoothed": with_error, "output_error_plain": without_error}
-    if with_error >= without_error:
-        attempt.facts["fallback"] = "smoothing did not bring the layer's output closer: reverted"
-    layer.replaced |= trial.replaced
-    solved_names = {layer.full(module) + ".weight" for module in attempt.solved}
-    result.solved, result.facts = attempt.solved, attempt.facts
-    result.floats = {name: values for name, values in attempt.floats.items() if name not in solved_names}
-    result.note(groups, found)
+    for in_mlp in (False,) if layer.config.parallel else (False, True):
+        if in_mlp:
+            walk.advance_half(layer)
+        half, own = ([one for one in some if layer.config.parallel or one.in_mlp == in_mlp] for some in (groups, scaled))
+        if half:
+            _solve_half(job, walk, layer, half, own, result)
 
 
 def _all_quantized(job: Job, layer: LayerWeights, group: InputGroup) -> bool:
@@ -225,33 +205,41 @@ def _all_quantized(job: Job, layer: LayerWeights, group: InputGroup) -> bool:
     return all(layer.full(module) in job.targets for module in group.modules)
 
 
-def _smooth(
-    job: Job,
-    layer: LayerWeights,
-    scaled: list[InputGroup],
-    groups: list[InputGroup],
-    found: dict[str, Statistics],
-    result: LayerResult,
+def _solve_half(
+    job: Job, walk: Walk, layer: LayerWeights, groups: list[InputGroup], scaled: list[InputGroup], result: LayerResult
 ) -> None:
-    """Fold the best scales of every group that has somewhere to put them; `found` becomes that of the scaled inputs."""
-    powers, quick = {}, replace(job.method, search="range")
+    """With smoothing, and without where that is what brings the half's output closer."""
+    found = walk.collect(layer, _seen_at([*groups, *scaled]), products=True)
+    result.note(groups, found)
+    half = Half(walk, layer)
+    trials = [_attempt(job, half, groups, found, group_scales) for group_scales in (scaled, [])]
+    (with_error, *_), (without_error, *_) = trials
+    _, trial, attempt = trials[0] if with_error < without_error else trials[1]
+    attempt.facts |= {"output_error_smoothed": with_error, "output_error_plain": without_error}
+    if scaled and with_error >= without_error:
+        attempt.facts["fallback"] = "smoothing did not bring the output closer: reverted"
+    layer.replaced |= trial.replaced
+    result.solved |= attempt.solved
+    result.floats |= attempt.floats
+    result.facts["mlp" if groups[0].in_mlp else "attention"] = attempt.facts
+
+
+def _attempt(
+    job: Job, half: Half, groups: list[InputGroup], found: dict[str, Statistics], scaled: list[InputGroup]
+) -> tuple[float, LayerWeights, LayerResult]:
+    """The half's matrices solved, those of `scaled` groups smoothed before: how far its output then is off, and what it is."""
+    trial, attempt, quick = half.layer.fork(), LayerResult(), replace(job.method, search="range")
 
     def rounder(module: str, weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
-        return round_module(weight, job.targets[layer.full(module)], importance, quick, job.threads).values
+        return round_module(weight, job.targets[trial.full(module)], importance, quick, job.threads).values
 
-    for group in scaled:
-        if (statistics := found.get(group.leader)) is None or group.source is None:
-            continue
-        weights = {module: layer.matrix(module) for module in group.modules}
-        hessian = statistics.copy().take_hessian()
-        chosen = awq.choose_scales(weights, statistics, hessian, group.source.channels(len(hessian)), rounder)
-        powers[group.leader] = {"power": chosen.power, "loss_plain": chosen.before, "loss_smoothed": chosen.after}
-        if chosen.power > 0:
-            factors = awq.fold(layer, group, chosen.scales, job.norm_format)
-            for leader in {group.leader, *(one.leader for one in groups if set(one.modules) <= set(group.modules))}:
-                if leader in found:
-                    found[leader] = found[leader].scaled(1 / factors)
-    result.facts["smoothing"] = powers
+    statistics = {name: one.copy() for name, one in found.items()}
+    attempt.facts["smoothing"] = half.smooth(trial, scaled, groups, statistics, rounder, job.norm_format)
+    solved = {trial.full(module) + ".weight" for group in groups for module in group.modules}
+    attempt.floats = {name: values for name, values in half.changed(trial).items() if name not in solved}
+    for group in groups:
+        _solve(job, trial, group, statistics, attempt)
+    return half.error(trial), trial, attempt
 
 
 def _keep(work: WorkFolder, index: int, layer: LayerWeights, result: LayerResult) -> None:

@@ -53,6 +53,10 @@ class LayerWeights:
         """The files."""
         return self.source.checkpoint
 
+    def fork(self) -> LayerWeights:
+        """The layer as it stands, for a trial."""
+        return LayerWeights(self.source, self.ops, self.index, dict(self.replaced))
+
     def full(self, name: str) -> str:
         """The whole name of a tensor or module of this layer."""
         return f"model.layers.{self.index}.{name}"
@@ -189,11 +193,16 @@ class Walk:
         self.ops.forget()
 
     def outputs(self, layer: LayerWeights, batches: Collection[int]) -> list[torch.Tensor]:
-        """What the layer as it stands makes of some batches; nothing moves on."""
+        """What comes next, a half of the layer or, where halves read the same input, all of it, makes of some batches; nothing
+        moves on."""
         built = layer.build()
-        return list(Workers(self.lanes).in_order(
-            lambda index: self._forward(built, index), batches
-        ))  # fmt: skip
+
+        def made(index: int) -> torch.Tensor:
+            if self._half_way or layer.config.parallel:
+                return self._forward(built, index)
+            return self.batches[index].attend(built, self.activations.read(index))
+
+        return list(Workers(self.lanes).in_order(made, batches))
 
 
 def _in_batches(rows: list[list[int]], most: int) -> list[list[list[int]]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
-from bench_quant import Point, bytes_for, equal_quality, main, split_text, table
-from peer_programs import PeerError
+from bench_quant import Point, bytes_for, equal_quality, main, plot, split_text, table
+from peer_programs import PeerError, run_program
 
 
 def point(tool: str, type_name: str, nbytes: int, kl: float) -> Point:
@@ -28,6 +30,30 @@ def test_a_line_a_file_with_the_ratio_beside_ours() -> None:
     assert first.split()[-1] == "%"  # llama.cpp has no such file: no ratio
     assert second.split()[:2] == ["Q4_K_M", "llama.cpp"]
     assert third.split()[-1] == "0.500"
+
+
+def test_types_by_measurement_are_held_against_ours_of_the_same_bytes() -> None:
+    lines = table([*POINTS, point("llmctl", "as Q4_K_M", 99_000_000, 0.015)])
+    assert lines[2].split()[:3] == ["as", "Q4_K_M", "llmctl"]
+    assert lines[2].split()[-1] == "0.750"
+
+
+def test_the_plot_has_a_line_a_tool_and_falls_to_the_right() -> None:
+    fitted = [point("llmctl", "4.5 bpw", 95_000_000, 0.02), point("llmctl", "as Q4_0", 90_000_000, 0.07)]
+    root = ElementTree.fromstring(plot([*POINTS, *fitted]))
+    name = "{http://www.w3.org/2000/svg}"
+    lines = [line.get("points", "").split() for line in root.iter(f"{name}polyline")]
+    assert [len(line) for line in lines] == [1, 2, 2]
+    (left, high), (right, low) = ([float(x) for x in place.split(",")] for place in lines[1])
+    assert left < right
+    assert high < low  # a picture's rows count downwards
+    words = [text.text for text in root.iter(f"{name}text")]
+    assert {"llama.cpp", "llmctl", "llmctl, types by measurement", "Q4_K_M", "90 MB", "0.05"} <= set(words)
+
+
+def test_a_program_that_is_not_done_in_time_is_said() -> None:
+    with pytest.raises(PeerError, match="was not done after 0 s"):
+        run_program([sys.executable, "-c", "import time; time.sleep(60)"], 0.2)
 
 
 def test_bytes_for_the_same_quality_lie_on_the_line_of_logarithms() -> None:

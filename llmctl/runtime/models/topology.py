@@ -60,6 +60,11 @@ class InputGroup:
         """The module at which the input is seen."""
         return self.seen_at or self.modules[0]
 
+    @property
+    def in_mlp(self) -> bool:
+        """Whether it belongs to the second half of a layer whose halves follow each other."""
+        return self.stage >= _EXPERTS
+
 
 def layer_topology(config: ModelConfig, index: int) -> tuple[InputGroup, ...]:
     """What is solved together in layer `index`, in the order in which the forward pass reaches it."""
