@@ -75,7 +75,7 @@ CALIBRATION = {
     f"quant/{name}.py"
     for name in (
         *("activations", "awq", "calibrated", "capture", "gptq", "integer_grid", "module_solver", "pipeline"),
-        *("divergence", "statistics", "walk"),
+        *("divergence", "smoothing", "statistics", "walk"),
     )
 }
 
