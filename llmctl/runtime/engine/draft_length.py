@@ -6,6 +6,8 @@ tokens a round is expected to bring, follows from the share that was accepted. S
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _FADING = 0.85  # what a round is worth after the next one
@@ -13,46 +15,63 @@ _PRIOR_ACCEPTED, _PRIOR_JUDGED = 1.5, 2.0
 _FIRST_PAUSE, _PAUSE_GROWTH = 32, 8
 _MARGIN = 1.02  # a speedup below this is no reason to draft
 _TOKEN_SHARE = 0.06  # of a plain step, what one token more is taken to cost before it was measured
+_REMEMBERED = 512  # steps after which a time that was not measured again is forgotten
 
 
 @dataclass
 class StepTimes:
-    """Seconds of a step by the number of tokens in it: a fading mean of those measured, lines between and beyond them."""
+    """Seconds of a step by the number of tokens in it: a fading mean of those measured, lines between and beyond them.
 
+    The lines are a guess: some kernels take longer for 3 tokens than for 4. So every number of tokens is measured by itself.
+    """
+
+    _sizes: list[int] = field(default_factory=list)
     _means: dict[int, float] = field(default_factory=dict)
+    _measured: dict[int, int] = field(default_factory=dict)
+    _count: int = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Take note of a step. A single outlier (another program had the processor) counts as twice what was expected."""
-        mean = self._means.get(num_tokens)
-        self._means[num_tokens] = seconds if mean is None else mean + 0.2 * (min(seconds, 2 * mean) - mean)
+        """Take note of a step. What disturbs one (another program had the processor) only ever makes it longer: so a longer
+        one counts for less, and as twice what was expected at most."""
+        expected, self._count = self.of(num_tokens), self._count + 1
+        seconds = seconds if expected is None else min(seconds, 2 * expected)
+        if (mean := self._means.get(num_tokens)) is None:
+            insort(self._sizes, num_tokens)
+        else:
+            seconds = mean + (0.5 if seconds < mean else 0.2) * (seconds - mean)
+        self._means[num_tokens], self._measured[num_tokens] = seconds, self._count
+        for size in [n for n, at in self._measured.items() if at < self._count - _REMEMBERED]:
+            self._sizes.remove(size)
+            del self._means[size], self._measured[size]
 
     def of(self, num_tokens: int) -> float | None:
         """What a step of so many tokens would take; None if nothing was measured yet."""
-        known = sorted(self._means)
-        if not known:
-            return None
-        below = max((n for n in known if n <= num_tokens), default=None)
-        above = min((n for n in known if n >= num_tokens), default=None)
-        if below is None or above is None:
-            nearest = known[0] if below is None else below
-            slope = _TOKEN_SHARE * self._means[known[0]] / max(1, known[0])
-            return self._means[nearest] + slope * (num_tokens - nearest)
-        if below == above:
-            return self._means[below]
+        if not self._sizes or num_tokens in self._means:
+            return self._means.get(num_tokens)
+        first, place = self._sizes[0], bisect_left(self._sizes, num_tokens)
+        if place in (0, len(self._sizes)):
+            nearest = self._sizes[max(0, place - 1)]
+            return self._means[nearest] + _TOKEN_SHARE * self._means[first] / max(1, first) * (num_tokens - nearest)
+        below, above = self._sizes[place - 1], self._sizes[place]
         share = (num_tokens - below) / (above - below)
         return (1 - share) * self._means[below] + share * self._means[above]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """In plain steps of the target: one drafted token, and every token more that is verified."""
+    """In plain steps of the target. draft: one drafted token; steps: judging 0, 1, 2 … drafted tokens."""
 
     draft: float
-    token: float
+    steps: Sequence[float]
+
+    @classmethod
+    def even(cls, draft: float, longest: int, token: float = _TOKEN_SHARE) -> Costs:
+        """Every token more costs the same."""
+        return cls(draft, [1.0 + n * token for n in range(longest + 1)])
 
     def of_round(self, num_drafted: int) -> float:
         """γ·c + v."""
-        return 1.0 + num_drafted * (self.draft + self.token)
+        return self.steps[num_drafted] + num_drafted * self.draft
 
 
 def expected_tokens(acceptance: float, num_drafted: int) -> float:
@@ -63,24 +82,73 @@ def expected_tokens(acceptance: float, num_drafted: int) -> float:
 
 
 class Calibration:
-    """How often drafted tokens were taken, by how sure the draft was of them."""
+    """How often drafted tokens were taken, by how sure the draft was of them: at first, as often as it says."""
 
-    _LIMITS = (0.3, 0.5, 0.7, 0.9)
+    _PARTS, _PRIOR, _FADING = 10, 2.0, 0.98
 
     def __init__(self) -> None:
-        self._accepted = [1.0, 1.2, 1.4, 1.6, 1.9]
-        self._judged = [2.0] * 5
+        self._accepted, self._judged = [0.0] * self._PARTS, [0.0] * self._PARTS
 
     def chance(self, confidence: float) -> float:
         """That a token will be taken."""
-        place = sum(confidence >= limit for limit in self._LIMITS)
-        return self._accepted[place] / self._judged[place]
+        part = self._part(confidence)
+        expected = self._PRIOR * (part + 0.5) / self._PARTS
+        return (self._accepted[part] + expected) / (self._judged[part] + self._PRIOR)
 
     def record(self, confidence: float, accepted: bool) -> None:
         """A token was judged."""
-        place = sum(confidence >= limit for limit in self._LIMITS)
-        self._accepted[place] = 0.98 * self._accepted[place] + accepted
-        self._judged[place] = 0.98 * self._judged[place] + 1.0
+        self._fade(confidence)
+        self._accepted[self._part(confidence)] += accepted
+        self._judged[self._part(confidence)] += 1.0
+
+    def skip(self, confidence: float) -> None:
+        """A token was not worth its cost. What is known of its like fades, so that it is tried again some time."""
+        self._fade(confidence)
+
+    def _fade(self, confidence: float) -> None:
+        part = self._part(confidence)
+        self._accepted[part] *= self._FADING
+        self._judged[part] *= self._FADING
+
+    def _part(self, confidence: float) -> int:
+        return min(int(confidence * self._PARTS), self._PARTS - 1)
+
+
+@dataclass
+class Pace:
+    """Tokens that a sequence gains in the time of a plain step, lately: what one more drafted token must beat."""
+
+    _tokens: float = 4.0
+    _spent: float = 4.0
+    _length: int | None = None
+    _cost: float = 1.0
+
+    @property
+    def rate(self) -> float:
+        """1 is plain decoding; it is never said to be slower, since that is always to be had."""
+        return max(1.0, self._tokens / self._spent)
+
+    def arrive(self, length: int) -> None:
+        """The text has so many tokens now."""
+        if self._length is not None:
+            self._tokens, self._spent = 0.9 * self._tokens + length - self._length, 0.9 * self._spent + self._cost
+        self._length, self._cost = length, 1.0
+
+    def leave(self, cost: float) -> None:
+        """What the step after that costs, if it is not a plain one."""
+        self._cost = cost
+
+
+def best_length(chances: Sequence[float], costs: Costs, rate: float) -> int:
+    """How many of the drafted tokens to have judged: each is taken with its chance if all before it were. `rate`: of `Pace`."""
+    best, most, expected, held = 0, -rate * costs.steps[0], 0.0, 1.0
+    for number, chance in enumerate(chances, 1):
+        held *= chance
+        expected += held
+        gain = expected - rate * costs.steps[number]
+        if gain > most:
+            best, most = number, gain
+    return best
 
 
 @dataclass
@@ -124,10 +192,11 @@ class DraftLength:
 
     def worth(self, costs: Costs, count: int) -> float:
         """The chance that all drafted tokens up to there are taken, below which one more is not worth what it costs."""
-        if self.is_fixed:
+        if self.is_fixed or not count:
             return 0.0
         speedup = expected_tokens(self.acceptance, count) / costs.of_round(count)
-        return (costs.draft + costs.token) * max(1.0, speedup) / max(self.acceptance, 0.1)
+        token = (costs.of_round(count) - costs.steps[0]) / count
+        return token * max(1.0, speedup) / max(self.acceptance, 0.1)
 
     def record(self, num_drafted: int, num_accepted: int) -> None:
         """A round of so many drafted tokens, of which the first so many were taken."""

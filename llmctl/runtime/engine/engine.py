@@ -205,9 +205,10 @@ class Engine:
         self._runner.copy_pages(self._blocks.take_copies())
         begin = time.perf_counter()
         logits = self._runner.run(chunks)
-        if self.speculation and all(chunk.num_tokens == 1 + chunk.num_drafted for chunk in chunks):
-            drafted = sum(chunk.num_drafted for chunk in chunks)
-            self.speculation.record_step(len(chunks) + drafted, time.perf_counter() - begin, drafted)
+        if self.speculation:
+            decoding = [chunk for chunk in chunks if chunk.num_tokens == 1 + chunk.num_drafted]
+            seconds = time.perf_counter() - begin if len(decoding) == len(chunks) else None
+            self.speculation.record_step([chunk.num_drafted for chunk in decoding], seconds)
         return logits
 
     def _count(self, chunk: ScheduledChunk, alone: bool) -> None:

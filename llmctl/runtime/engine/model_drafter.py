@@ -1,12 +1,15 @@
-"""A smaller model that drafts: its own weights, its own cache, the same token ids."""
+"""A smaller model that drafts: its own weights, its own cache, the same token ids.
+
+A greedy sequence and one with a seed get proposals without odds: what the draft would choose by the target's own random numbers.
+The answer is that of plain decoding then, whatever was drafted and however much there was room for. Without a seed nobody can
+tell, so there proposals come with their odds, of which rejection sampling accepts more.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from llmctl.runtime.cache.block_manager import BlockManager
 from llmctl.runtime.cache.memory import PREFILL_CHUNK, Demand, plan_cache
@@ -37,8 +40,6 @@ class ModelDrafter:
     tokens drafted for each at most. cost: see `Drafter`. A sequence that is longer than the draft's context gets no proposals.
     """
 
-    has_confidence = True
-
     def __init__(self, model: LoadedModel, *, num_tokens: int, cost: float, longest: int, max_num_seqs: int = 1) -> None:
         self.name, self.cost, self._model = str(model.checkpoint.path.name), cost, model
         demand = Demand(model.context_length, max_num_seqs, PREFILL_CHUNK, longest + 1)
@@ -61,7 +62,7 @@ class ModelDrafter:
                     continue
                 drafts[i].append(proposal)
                 shadows[i].token_ids.append(proposal.token_id)
-                chances[i] *= chance(proposal.confidence)
+                chances[i] *= chance(proposal.confidence) if proposal.ids is None else 1.0
         return drafts
 
     def _follow(self, sequence: Sequence) -> Sequence:
@@ -76,14 +77,14 @@ class ModelDrafter:
         if agreed < own.num_computed:
             own.num_computed = self._blocks.rewind(own.pages, agreed)
         own.token_ids[agreed:] = ids[agreed:]
+        if not _with_odds(sequence):
+            own.sampler.follow(sequence.sampler)
         shadow.agreed = len(ids)
         return own
 
     def _begin(self, sequence: Sequence) -> _Shadow:
-        seed = sequence.params.seed
-        # Numbers that proposals are drawn by may not be those they are judged by: both have the odds only if independent.
-        other = None if seed is None else int(np.random.SeedSequence(seed).spawn(1)[0].generate_state(1, np.uint64)[0])
-        sampler = Sampler(replace(sequence.params, constraints=(), seed=other))
+        # Without a seed it draws one of its own: numbers that odds are drawn by may not be those they are judged by.
+        sampler = Sampler(replace(sequence.params, constraints=()))
         own = Sequence(sequence.prompt_token_ids, sequence.params, sampler)
         own.pages = self._blocks.new_pages()
         shadow = self._shadows[sequence] = _Shadow(own)
@@ -103,7 +104,9 @@ class ModelDrafter:
         for chunk in chunks:
             chunk.sequence.num_computed += chunk.num_tokens
         return [
-            shadow.sampler.propose(rows[shadow][: self._num_tokens], shadow.token_ids) if shadow in rows else None
+            shadow.sampler.propose(rows[shadow][: self._num_tokens], shadow.token_ids, with_odds=_with_odds(shadow))
+            if shadow in rows
+            else None
             for shadow in shadows
         ]
 
@@ -137,3 +140,8 @@ class ModelDrafter:
     def interrupt(self) -> None:
         """As `Ops.interrupt`."""
         self._model.ops.interrupt()
+
+
+def _with_odds(sequence: Sequence) -> bool:
+    """Whether proposals for it carry their odds."""
+    return sequence.params.seed is None and not sequence.params.is_greedy

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
-from llmctl.runtime.engine.draft_length import Calibration, Costs, DraftLength, StepTimes
+from llmctl.runtime.engine.draft_length import Calibration, Costs, DraftLength, Pace, StepTimes, best_length
 from llmctl.runtime.engine.drafter import Drafter, Wish
 from llmctl.runtime.engine.sequence import Sequence
 from llmctl.runtime.sampling.rejection import Proposal
 
-LONGEST_DRAFT = 8
-_PREDICTED_TOKEN = 0.06  # see draft_length: for draws that must not depend on the clock
+LONGEST_DRAFT = 7  # with the token before it eight, which kernels for few tokens are made for
+_PLAIN_EVERY = 64  # rounds between two plain steps, by which drafting is measured
 
 
 @dataclass
 class SpeculationStats:
     """Counts and seconds since the start.
 
-    rounds: steps of the target that judged drafted tokens, which brought `round_tokens` tokens; plain_steps: those of sequences
-    that had none. verify_s, plain_s: the target's seconds in them; draft_s: the draft's, without prefill_s. Steps in which some
-    sequences had drafted tokens and others not count as rounds.
+    drafted, accepted: tokens. rounds: steps of the target that judged drafted tokens, of any sequence, which brought
+    `round_tokens` tokens; plain_steps: the others, which brought `plain_tokens`. verify_s, plain_s: the target's seconds in
+    them; draft_s: the draft's, without prefill_s. undrafted_s: what the tokens of the rounds would have taken without a draft,
+    by the plain steps as measured.
     """
 
     drafted: int = 0
@@ -28,10 +29,12 @@ class SpeculationStats:
     rounds: int = 0
     round_tokens: int = 0
     plain_steps: int = 0
+    plain_tokens: int = 0
     verify_s: float = 0.0
     plain_s: float = 0.0
     draft_s: float = 0.0
     prefill_s: float = 0.0
+    undrafted_s: float = 0.0
 
     def since(self, before: SpeculationStats) -> SpeculationStats:
         """What was added to an earlier copy."""
@@ -45,44 +48,57 @@ class SpeculationStats:
 
     @property
     def speedup(self) -> float | None:
-        """Tokens a second against plain decoding, by the plain steps measured beside the rounds; None where there were none."""
+        """Tokens a second against plain decoding, the draft's prefill left out; None where no step was measured."""
         seconds = self.verify_s + self.plain_s + self.draft_s
-        if not self.plain_steps or not self.plain_s or not seconds:
-            return None
-        return (self.round_tokens + self.plain_steps) * (self.plain_s / self.plain_steps) / seconds
+        return (self.undrafted_s + self.plain_s) / seconds if seconds else None
+
+
+@dataclass
+class _Drafting:
+    """What is known of one sequence. accepted, tokens: of its last round."""
+
+    length: DraftLength
+    pace: Pace = field(default_factory=Pace)
+    accepted: int = 0
+    tokens: int = 0
 
 
 class Speculation:
     """Drafts tokens for the sequences of one engine.
 
     longest: tokens drafted for a sequence at most. fixed: always as many, whatever comes of it; otherwise the number follows
-    what was accepted and what it cost, down to none. What is drafted never changes the odds of any token. Greedy text is that
-    of plain decoding. A draw with a seed also depends on how many tokens are drafted, so there this number follows
-    from what was accepted alone, not from the clock.
+    what was accepted and what it cost, down to none. What is drafted never changes the odds of any token. Greedy text and text
+    drawn with a seed is that of plain decoding.
     """
 
     def __init__(self, drafter: Drafter, *, longest: int = LONGEST_DRAFT, fixed: bool = False) -> None:
         self.drafter, self.longest, self._fixed = drafter, longest, fixed
         self.stats = SpeculationStats()
-        self._lengths: dict[Sequence, DraftLength] = {}
+        self._sequences: dict[Sequence, _Drafting] = {}
         self._target_times, self._draft_seconds, self._calibration = StepTimes(), StepTimes(), Calibration()
+        self._num_decoding, self._since_plain, self._is_timed = 1, _PLAIN_EVERY, True
 
     def draft(self, sequences: list[tuple[Sequence, int]]) -> None:
         """Set the `draft` of sequences that need one token each. With each: how many tokens it has room for at most."""
-        wishes = []
-        for sequence, room in sequences:
-            costs, length = self._costs(sequence, len(sequences)), self._length(sequence)
-            if self._by_clock(sequence) and self._target_times.of(len(sequences)) is None:
-                continue  # the first steps are plain ones: they are what drafting is measured by
-            count = length.choose(costs)
-            if min(room, count) > 0 and self.drafter.has_confidence and sequence.params.is_greedy:
-                wishes.append(Wish(sequence, min(room, self.longest), length.worth(costs, count)))
-            elif min(room, count) > 0:
-                wishes.append(Wish(sequence, min(room, count)))
+        self._num_decoding = max(1, len(sequences))
+        for sequence, _ in sequences:
+            self._of(sequence).pace.arrive(len(sequence.token_ids))
+        if not sequences or self._since_plain >= _PLAIN_EVERY:
+            return  # the first step is a plain one, and some later: they are what drafting is measured by
+        costs = self._costs()
+        wishes = [wish for sequence, room in sequences if (wish := self._wish(sequence, room, costs)) is not None]
         if wishes:
-            self._propose(wishes)
+            self._propose(wishes, costs)
 
-    def _propose(self, wishes: list[Wish]) -> None:
+    def _wish(self, sequence: Sequence, room: int, costs: Costs) -> Wish | None:
+        """What to ask the drafter for."""
+        length = self._of(sequence).length
+        count = length.choose(costs) if self.drafter.cost or self._fixed else self.longest
+        if min(room, count) <= 0:
+            return None
+        return Wish(sequence, min(room, count), length.worth(costs, count))
+
+    def _propose(self, wishes: list[Wish], costs: Costs) -> None:
         begin, prefill = time.perf_counter(), self.drafter.prefill_s
         drafts = self.drafter.propose(wishes, self._calibration.chance)
         prefill = self.drafter.prefill_s - prefill
@@ -92,45 +108,75 @@ class Speculation:
         if longest := max(map(len, drafts)):
             self._draft_seconds.add(len(wishes), seconds / longest)
         for wish, draft in zip(wishes, drafts, strict=True):
-            wish.sequence.draft = draft
+            wish.sequence.draft = draft[: self._num_worth(wish.sequence, draft, costs)]
+            self._of(wish.sequence).pace.leave(costs.steps[len(wish.sequence.draft)] + costs.draft * len(draft))
 
-    def _length(self, sequence: Sequence) -> DraftLength:
-        if sequence not in self._lengths:
-            self._lengths[sequence] = DraftLength(self.longest, self._fixed)
-        return self._lengths[sequence]
+    def _num_worth(self, sequence: Sequence, draft: list[Proposal], costs: Costs) -> int:
+        """How many of the drafted tokens to have judged. All where they have odds: see `Wish`."""
+        if self._fixed or not draft or draft[0].ids is not None:
+            return len(draft)
+        chances = [self._calibration.chance(proposal.confidence) for proposal in draft]
+        count = best_length(chances, costs, self._of(sequence).pace.rate)
+        if count == 0:
+            self._calibration.skip(draft[0].confidence)
+        return count
 
-    def _costs(self, sequence: Sequence, num_sequences: int) -> Costs:
-        """Of drafting for a sequence beside so many others."""
-        plain, drafted = self._target_times.of(num_sequences), self._draft_seconds.of(num_sequences)
-        if not self._by_clock(sequence) or plain is None:
-            return Costs(self.drafter.cost, _PREDICTED_TOKEN)
-        wide = self._target_times.of(4 * num_sequences)
-        token = max(0.0, (wide - plain) / (3 * plain)) if wide is not None else _PREDICTED_TOKEN
-        return Costs(self.drafter.cost if drafted is None else drafted / plain, token)
+    def _of(self, sequence: Sequence) -> _Drafting:
+        if sequence not in self._sequences:
+            self._sequences[sequence] = _Drafting(DraftLength(self.longest, self._fixed))
+        return self._sequences[sequence]
 
-    def _by_clock(self, sequence: Sequence) -> bool:
-        return not self._fixed and (sequence.params.is_greedy or sequence.params.seed is None)
+    def _costs(self) -> Costs:
+        """Of drafting for every sequence that is decoding."""
+        count = self._num_decoding
+        plain, drafted = self._target_times.of(count), self._draft_seconds.of(count)
+        if not plain:
+            return Costs.even(self.drafter.cost, self.longest)
+        steps = [self._target_times.of(count * (1 + number)) / plain for number in range(self.longest + 1)]
+        return Costs(self.drafter.cost if drafted is None else drafted / plain, steps)
 
-    def record_step(self, num_tokens: int, seconds: float, num_drafted: int) -> None:
-        """A step of the target in which no prompt was computed."""
-        self._target_times.add(num_tokens, seconds)
-        if num_drafted:
+    def record_step(self, drafted: list[int], seconds: float | None) -> None:
+        """A step of the target. drafted: of every sequence, the number of drafted tokens judged; seconds: None where a prompt
+        was computed as well, so that they say nothing."""
+        self._is_timed = seconds is not None
+        if seconds is not None:
+            self._target_times.add(len(drafted) + sum(drafted), seconds)
+        if any(drafted):
+            self._since_plain += 1
             self.stats.rounds += 1
-            self.stats.verify_s += seconds
-        else:
+            self.stats.verify_s += seconds or 0.0
+            self._count(0, drafted.count(0))
+        elif seconds is not None:
+            self._since_plain = 0
             self.stats.plain_steps += 1
+            self.stats.plain_tokens += len(drafted)
             self.stats.plain_s += seconds
 
     def record(self, sequence: Sequence, draft: list[Proposal], num_accepted: int, num_tokens: int) -> None:
         """What became of a sequence's draft: so many tokens of it were accepted, the step brought `num_tokens`."""
-        self._length(sequence).record(len(draft), num_accepted)
+        known = self._of(sequence)
+        known.length.record(len(draft), num_accepted)
+        known.accepted, known.tokens = num_accepted, num_tokens
         for place, proposal in enumerate(draft[: num_accepted + 1]):
             self._calibration.record(proposal.confidence, place < num_accepted)
         self.stats.drafted += len(draft)
+        self._count(num_accepted, num_tokens)
+
+    def _count(self, num_accepted: int, num_tokens: int) -> None:
+        """Tokens that a round brought; fewer than none where they are taken back."""
         self.stats.accepted += num_accepted
         self.stats.round_tokens += num_tokens
+        if self._is_timed:
+            self.stats.undrafted_s += num_tokens * (self._target_times.of(self._num_decoding) or 0.0) / self._num_decoding
+
+    def take_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """The last so many tokens of a sequence are of no use: its answer had ended before them."""
+        known = self._sequences.get(sequence)
+        kept = 0 if known is None else max(0, known.tokens - num_tokens)
+        if known is not None and num_tokens:
+            self._count(min(known.accepted, kept) - known.accepted, kept - known.tokens)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
-        self._lengths.pop(sequence, None)
+        self._sequences.pop(sequence, None)
         self.drafter.forget(sequence)

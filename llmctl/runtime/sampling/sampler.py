@@ -29,6 +29,11 @@ class SampledToken:
     top_logprobs: dict[int, float] = field(default_factory=dict)
 
 
+def fresh_seed() -> int:
+    """A seed that nobody chose."""
+    return int(np.random.SeedSequence().generate_state(1)[0])
+
+
 class Sampler:
     """Draws tokens for one sequence. Its generator is its own, so a draw depends on the seed and the sequence alone:
     not on threads, and not on what else shares the batch.
@@ -38,7 +43,7 @@ class Sampler:
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
-        self.seed = int(np.random.SeedSequence().generate_state(1)[0]) if params.seed is None else params.seed
+        self.seed = fresh_seed() if params.seed is None else params.seed
         self._generator = np.random.Generator(np.random.PCG64(self.seed))
         self._is_greedy = params.is_greedy
         self._steps = params.penalty_steps if params.is_greedy else steps.fused(params.steps)
@@ -49,7 +54,8 @@ class Sampler:
     def sample(self, logits: np.ndarray, token_ids: Sequence[int], proposal: Proposal | None = None) -> SampledToken:
         """Choose from logits [vocab_size] float32, given the tokens so far (prompt and completion).
 
-        proposal: what a draft says comes next; taken or replaced so that the odds are the same as without it.
+        proposal: what a draft says comes next; where it has odds it is taken or replaced so that those here are the same as
+        without it, else it changes nothing.
         LlmctlError if the model computed something that is not a number, or nothing is left that may be drawn.
         """
         token_id = self._choose(self._allowed(logits), token_ids, proposal)
@@ -89,18 +95,26 @@ class Sampler:
                 constraint.accept(token_id)
             self.constraint_s += time.perf_counter() - begin
 
-    def propose(self, logits: np.ndarray, token_ids: Sequence[int]) -> Proposal:
-        """Draft a token from a draft model's logits: what this would choose, and the odds it was chosen by."""
+    def follow(self, other: Sampler) -> None:
+        """Draw by the same numbers as another one from here on."""
+        self._generator.bit_generator.state = other._generator.bit_generator.state
+        self._surprise_limit = other._surprise_limit
+
+    def propose(self, logits: np.ndarray, token_ids: Sequence[int], *, with_odds: bool) -> Proposal:
+        """Draft a token from a draft model's logits: what this would choose, and the odds it was chosen by where it draws and
+        they are wanted."""
         pool = self.candidates(self._allowed(logits), token_ids)
-        if self._is_greedy:
-            token_id = most_likely(pool.logits)
-            return Proposal(token_id, confidence=math.exp(float(pool.logits[token_id]) - log_normalizer(pool.logits)))
+        if self._is_greedy or not with_odds:
+            token_id = most_likely(pool.logits) if self._is_greedy else self._draw(pool, None)
+            place = token_id if pool.ids is None else int(np.flatnonzero(pool.ids == token_id)[0])
+            return Proposal(token_id, confidence=math.exp(float(pool.logits[place]) - log_normalizer(pool.logits)))
         ids, weights = _odds(pool)
         return Proposal(int(ids[self._place(weights)]), ids, weights / weights.sum())
 
     def _choose(self, logits: np.ndarray, token_ids: Sequence[int], proposal: Proposal | None) -> int:
         pool = self.candidates(logits, token_ids)
-        return most_likely(pool.logits) if self._is_greedy else self._draw(pool, proposal)
+        odds = None if proposal is None or proposal.ids is None else proposal
+        return most_likely(pool.logits) if self._is_greedy else self._draw(pool, odds)
 
     def candidates(self, logits: np.ndarray, token_ids: Sequence[int]) -> Pool:
         """What the steps leave to be drawn of logits that have bias and constraints; those before any cut if it is greedy."""

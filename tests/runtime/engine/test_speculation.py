@@ -3,6 +3,7 @@ at least not lost. The models' logits are written by the tests; the stub's cache
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -17,6 +18,7 @@ from llmctl.runtime.engine import speculation as speculation_module
 from llmctl.runtime.engine.drafter import NgramDrafter
 from llmctl.runtime.engine.model_drafter import ModelDrafter
 from llmctl.runtime.engine.speculation import Speculation
+from llmctl.runtime.sampling import sampler as sampler_module
 from llmctl.runtime.sampling.params import SamplingParams
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -58,9 +60,9 @@ def test_greedy_text_is_that_of_plain_decoding(stub_model, draft: str, longest: 
 
 
 def test_what_came_of_the_drafts_is_counted(stub_model) -> None:
-    # 39 tokens follow the first. Right: nine rounds of 3 + 1, then one with room for 2 + 1. Wrong: a token a round; the last
-    # three have room for 2, 1 and no drafted tokens.
-    for draft, counts in {"right": (29, 29, 10, 39, 0), "wrong": (36 * 3 + 2 + 1, 0, 38, 38, 1)}.items():
+    # 39 tokens follow the first; the step after it is a plain one. Right: nine rounds of 3 + 1, then one with room for 1 + 1.
+    # Wrong: a token a round; the last three have room for 2, 1 and no drafted tokens.
+    for draft, counts in {"right": (28, 28, 10, 38, 1), "wrong": (35 * 3 + 2 + 1, 0, 37, 37, 2)}.items():
         engine = speculative(stub_model, DRAFTS[draft])
         completion(engine, PROMPT, GREEDY)
         stats = engine.speculation.stats
@@ -199,16 +201,24 @@ def shaped(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     return scaled / scaled.sum()
 
 
+@pytest.fixture
+def numbered_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samplers without a seed draw the same numbers in every run of the test, and each others than the last."""
+    numbers = itertools.count(1)
+    monkeypatch.setattr(sampler_module, "fresh_seed", lambda: next(numbers))
+
+
+@pytest.mark.usefixtures("numbered_seeds")
 @pytest.mark.parametrize("top_k", [0, 4])
 @pytest.mark.parametrize("draft", ["model", "same", "ngram"])
 def test_draws_have_the_odds_of_the_target(stub_model, draft: str, top_k: int) -> None:
-    """Chi-square over what follows each token, in texts drawn with a draft: 8 rows of 8 cells."""
+    """Chi-square over what follows each token, in texts drawn with a draft and no seed: 8 rows of 8 cells."""
     drafts = {"model": other_odds, "same": soft, "ngram": NgramDrafter()}
     params = {"temperature": 0.9, "top_k": top_k, "top_p": 1.0, "min_p": 0.0}
     engine = speculative(stub_model, drafts[draft], target=soft, vocab_size=8, longest=3)
     counts = np.zeros((8, 8))
-    for seed in range(20):
-        ids = completion(engine, [0, 1], SamplingParams(seed=seed, max_tokens=150, **params))
+    for _ in range(20):
+        ids = completion(engine, [0, 1], SamplingParams(max_tokens=150, **params))
         np.add.at(counts, (ids[:-1], ids[1:]), 1)
     assert engine.speculation.stats.accepted > 300
     expected = odds_of_pairs(SamplingParams(**params)) * counts.sum(1, keepdims=True)
@@ -219,13 +229,14 @@ def test_draws_have_the_odds_of_the_target(stub_model, draft: str, top_k: int) -
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5, (statistic, freedom)  # four standard deviations
 
 
-def test_the_first_draws_of_many_seeds_have_the_odds_of_the_target(stub_model) -> None:
+@pytest.mark.usefixtures("numbered_seeds")
+def test_the_first_draws_of_many_answers_have_the_odds_of_the_target(stub_model) -> None:
     """A draft that drew by the very numbers its proposals are judged by would be found out here."""
     params = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 3}
     engine = speculative(stub_model, other_odds, target=soft, vocab_size=8, longest=3)
     counts = np.zeros((8, 8))
-    for seed in range(600):
-        ids = completion(engine, [0, 1], SamplingParams(seed=seed, **params))
+    for _ in range(600):
+        ids = completion(engine, [0, 1], SamplingParams(**params))
         counts[ids[0], ids[1]] += 1
     expected = odds_of_pairs(SamplingParams(**params)) * counts.sum(1, keepdims=True)
     cells = expected >= 5
@@ -233,18 +244,35 @@ def test_the_first_draws_of_many_seeds_have_the_odds_of_the_target(stub_model) -
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5, (statistic, freedom)
 
 
-def test_a_seed_gives_the_same_text_again_and_beside_others(stub_model) -> None:
-    params = SamplingParams(temperature=0.9, top_k=0, top_p=1.0, min_p=0.0, seed=5, max_tokens=60)
+SEEDED = {
+    "all": {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    "cut": {"top_k": 8},
+    "xtc": {"xtc_probability": 0.5, "xtc_threshold": 0.05},
+    "mirostat": {"mirostat_tau": 3.0},
+}
 
-    def draw(others: int) -> list[int]:
-        engine = speculative(stub_model, right_sometimes, fixed=False, sequences=4)
+
+@pytest.mark.parametrize("shape", SEEDED)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_text_with_a_seed_is_that_of_plain_decoding(stub_model, draft: str, shape: str) -> None:
+    """Whatever is drafted, beside others, and where neither pages nor the step have room for all of it."""
+    params = SamplingParams(temperature=0.9, seed=5, max_tokens=60, **SEEDED[shape])
+    expected = plain(stub_model, params)
+    for others, limits in (0, {}), (3, {}), (3, {"num_blocks": 7, "prefill_chunk": 5}):
+        engine = speculative(stub_model, DRAFTS[draft], longest=7, sequences=4, engine=limits)
         sequence = engine.add(PROMPT, params)
         for other in range(others):
             engine.add([other + 1], SamplingParams(seed=other, max_tokens=50))
         drain(engine)
-        return sequence.completion_token_ids
+        assert sequence.completion_token_ids == expected
+        assert engine.speculation.stats.drafted > 0 or draft == "ngram"
 
-    assert draw(0) == draw(0) == draw(3)
+
+def test_a_draft_that_is_the_model_draws_what_the_model_does(stub_model) -> None:
+    params = SamplingParams(temperature=0.9, seed=5, max_tokens=60)
+    engine = speculative(stub_model, mixed)
+    completion(engine, PROMPT, params)
+    assert engine.speculation.stats.acceptance_rate == 1.0
 
 
 # --- time, by a clock the models advance ------------------------------------------------------------------------------
