@@ -2,6 +2,7 @@
 """What drafting brings: tokens per second with and without a draft, prompt by prompt, one after the other.
 
     python scripts/bench_speculation.py MODEL --draft self:Q4_0 --draft ngram
+    python scripts/bench_speculation.py MODEL --draft self:Q4_0 --useless -n 512
     python scripts/bench_speculation.py MODEL.gguf --draft DRAFT.gguf --num-draft-tokens 4 \\
         --llama-speculative BUILD/bin/llama-speculative-simple
 
@@ -10,7 +11,9 @@ same minutes (median and range over the prompts), the share of drafted tokens th
 E / (gamma c + v), so that nothing is lost between them. Load and prefill of the draft are reported apart. For ngram also the
 share of accepted tokens that stand in the prompt. The text must be the same, or the run fails.
 
-With --llama-speculative the same two files run there beside, after plain llama-completion (--llama-completion, or beside it).
+With --useless every drafted token is replaced by a wrong one, as sure of itself as before: what a draft costs that brings
+nothing (`lost`: of plain decoding's time). With --llama-speculative the same two files run there beside, prompt by prompt, each
+after plain llama-completion (--llama-completion, or beside it).
 """
 
 from __future__ import annotations
@@ -19,21 +22,23 @@ import argparse
 import json
 import re
 import statistics
-import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peer_programs import PeerError, find_program
+from peer_programs import PeerError, find_program, run_program
 
 from llmctl.commands.draft import DraftRequest, OpenedDraft, open_draft
 from llmctl.errors import LlmctlError
 from llmctl.runtime.engine import Engine
+from llmctl.runtime.engine.drafter import Drafter, Wish
 from llmctl.runtime.engine.speculation import SpeculationStats
 from llmctl.runtime.loading import LoadedModel, OpenedModel, open_model
 from llmctl.runtime.sampling.params import SamplingParams
+from llmctl.runtime.sampling.rejection import Proposal
 from llmctl.runtime.tokenizer.chat_template import encode_chat
 
 PROMPTS = Path(__file__).with_name("prompts") / "speculation.json"
@@ -52,6 +57,25 @@ class Run:
     def rate(self) -> float:
         """Tokens per second."""
         return (len(self.token_ids) - 1) / self.seconds
+
+
+class Useless:
+    """A drafter that is wrong about every token, at the same cost."""
+
+    def __init__(self, drafter: Drafter, num_tokens: int) -> None:
+        self._drafter, self._num_tokens = drafter, num_tokens
+        self.name, self.cost = f"{drafter.name}, wrong", drafter.cost
+        self.forget, self.interrupt = drafter.forget, drafter.interrupt
+
+    @property
+    def prefill_s(self) -> float:
+        """As `Drafter.prefill_s`."""
+        return self._drafter.prefill_s
+
+    def propose(self, wishes: list[Wish], chance: Callable[[float], float]) -> list[list[Proposal]]:
+        """As `Drafter.propose`: the neighbour of every token."""
+        drafts = self._drafter.propose(wishes, chance)
+        return [[replace(each, token_id=(each.token_id + 1) % self._num_tokens) for each in draft] for draft in drafts]
 
 
 def generate(engine: Engine, prompt: list[int], num_tokens: int) -> Run:
@@ -86,12 +110,16 @@ def predicted(plain: Run, run: Run) -> float | None:
     return tokens * step / (stats.draft_s + stats.verify_s + stats.plain_steps * step)
 
 
-def bench(target: LoadedModel, draft: OpenedDraft, prompts: list[list[int]], num_tokens: int, rounds: int) -> dict[str, Any]:
+def bench(
+    target: LoadedModel, draft: OpenedDraft, prompts: list[list[int]], num_tokens: int, rounds: int, *, useless: bool = False
+) -> dict[str, Any]:
     """Plain and drafted in turn, every prompt `rounds` times; of each prompt the median ratio counts."""
     plain_engine = Engine(target, prefix_cache=False)
     begin = time.perf_counter()
     engine = Engine(target, prefix_cache=False, speculation=draft.load(target))
     load_s = time.perf_counter() - begin
+    if useless:
+        engine.speculation.drafter = Useless(engine.speculation.drafter, target.num_tokens)
     ratios, predictions, rates, plain_rates, total, copied = [], [], [], [], SpeculationStats(), 0
     for prompt in prompts:
         pairs = [(generate(plain_engine, prompt, num_tokens), generate(engine, prompt, num_tokens)) for _ in range(rounds)]
@@ -107,6 +135,8 @@ def bench(target: LoadedModel, draft: OpenedDraft, prompts: list[list[int]], num
     return {
         "speedup": statistics.median(ratios),
         "speedup_range": [min(ratios), max(ratios)],
+        **({"lost": 1 / statistics.median(ratios) - 1} if useless else {}),
+        "tokens_per_step": (total.round_tokens + total.plain_steps) / max(1, total.rounds + total.plain_steps),
         "tokens_per_s": statistics.median(rates),
         "plain_tokens_per_s": statistics.median(plain_rates),
         "acceptance_rate": total.acceptance_rate,
@@ -123,26 +153,46 @@ _SPEED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds, speed:\s+([\
 _EVAL = re.compile(r"eval time =\s+([\d.]+) ms /\s+(\d+) runs.*?([\d.]+) tokens per second")
 
 
-def llama_cpp(programs: tuple[Path, Path], draft: str, text: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Tokens per second of llama.cpp without and with the draft, for a raw prompt."""
+_ACCEPT = re.compile(r"accept\s+=\s+([\d.]+)%")
+_LIMITS = {
+    "--spec-draft-n-max": ["--spec-type", "draft-simple", "--spec-draft-n-max", "{}", "--spec-draft-n-min", "0"],
+    "--draft-max": ["--draft-max", "{}", "--draft-min", "0", "--draft-p-min", "0.0"],
+}
+"""How llama.cpp is told the number of drafted tokens: since 2026, and before. The newer help names both."""
+
+
+def draft_options(speculative: Path, count: int) -> list[str]:
+    """What this build of llama-speculative-simple understands. Errors: PeerError."""
+    said = _said([str(speculative), "--help"])
+    for name, options in _LIMITS.items():
+        if name in said:
+            return [option.format(count) for option in options]
+    raise PeerError(f"{speculative}: its --help names neither {' nor '.join(_LIMITS)}")
+
+
+def llama_cpp(programs: tuple[Path, Path], draft: str, text: str, args: argparse.Namespace) -> tuple[float, float, float]:
+    """Tokens per second of llama.cpp without and with the draft, for a raw prompt, and the share of drafted tokens accepted."""
     speculative, completion = programs
-    common = ["-m", str(args.model), "-p", text, "-n", str(args.tokens), "--temp", "0", "-t", str(args.threads), "-c", "2048"]
-    plain = _run([str(completion), *common, "-no-cnv", "--ignore-eos", "--no-warmup"])
-    rate = float(list(_EVAL.finditer(plain))[-1][3])
-    count = str(args.num_draft_tokens or 4)
-    limits = ["--draft-max", count, "--draft-min", "0", "--draft-p-min", "0.0"]
-    done = _run([str(speculative), *common, "-md", draft, "-td", str(args.threads), *limits])
-    found = _SPEED.search(done)
-    if found is None:
-        raise PeerError(f"{speculative.name} printed no speed: {done[-300:]!r}")
-    return rate, float(found[3])
+    sizes = ["-n", str(args.tokens), "-t", str(args.threads), "-c", "2048"]
+    common = ["-m", str(args.model), "-p", text, *sizes, "--temp", "0", "--ignore-eos"]
+    plain = _found(_EVAL, completion, _said([str(completion), *common, "-no-cnv", "--no-warmup"]))
+    limits = draft_options(speculative, args.num_draft_tokens)
+    said = _said([str(speculative), *common, "-md", draft, "-td", str(args.threads), *limits])
+    accepted = float(_found(_ACCEPT, speculative, said)[1]) / 100
+    return float(plain[3]), float(_found(_SPEED, speculative, said)[3]), accepted
 
 
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False)
-    if done.returncode:
-        raise PeerError(f"{' '.join(command[:3])} ended with code {done.returncode}: {done.stderr[-300:]}")
+def _said(command: list[str]) -> str:
+    done = run_program(command)
     return done.stdout + done.stderr
+
+
+def _found(pattern: re.Pattern[str], program: Path, said: str) -> re.Match[str]:
+    """The last match."""
+    found = list(pattern.finditer(said))
+    if not found:
+        raise PeerError(f"{program.name} printed no {pattern.pattern!r}: {said[-300:]!r}")
+    return found[-1]
 
 
 def read_prompts(opened: OpenedModel, kinds: list[str]) -> dict[str, list[list[int]]]:
@@ -163,16 +213,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", "-n", type=int, default=128)
     parser.add_argument("--rounds", "-r", type=int, default=3)
     parser.add_argument("--threads", "-t", type=int, default=2)
+    parser.add_argument("--useless", action="store_true", help="replace every drafted token by a wrong one")
     parser.add_argument("--llama-speculative", type=Path)
     parser.add_argument("--llama-completion", type=Path)
     args = parser.parse_args(arguments)
+    if args.llama_speculative and args.num_draft_tokens is None:
+        parser.error("--llama-speculative needs --num-draft-tokens: both are to draft as many")
     loading = {"backend": "native", "ctx_size": 2048}
     opened = open_model(args.model, **loading)
     target, prompts = opened.load(threads=args.threads), read_prompts(opened, args.prompts)
     for spec in args.draft:
         draft = open_draft(DraftRequest(spec, args.num_draft_tokens), opened, loading)
         for kind, ids in prompts.items():
-            row = {"draft": spec, "prompts": kind, **bench(target, draft, ids, args.tokens, args.rounds)}
+            row = {"draft": spec, "prompts": kind, **bench(target, draft, ids, args.tokens, args.rounds, useless=args.useless)}
             if args.llama_speculative and Path(spec).is_file():
                 row["llama.cpp"] = _peer(args, spec, opened, ids)
             print(json.dumps(row), flush=True)
@@ -186,9 +239,10 @@ def _peer(args: argparse.Namespace, draft: str, opened: OpenedModel, prompts: li
     texts = [opened.tokenizer.decode(ids) for ids in prompts]
     pairs = [llama_cpp((speculative, completion), draft, text, args) for text in texts]
     return {
-        "plain_tokens_per_s": statistics.median(plain for plain, _ in pairs),
-        "tokens_per_s": statistics.median(drafted for _, drafted in pairs),
-        "speedup": statistics.median(drafted / plain for plain, drafted in pairs),
+        "plain_tokens_per_s": statistics.median(plain for plain, _, _ in pairs),
+        "tokens_per_s": statistics.median(drafted for _, drafted, _ in pairs),
+        "speedup": statistics.median(drafted / plain for plain, drafted, _ in pairs),
+        "acceptance_rate": statistics.median(accepted for _, _, accepted in pairs),
     }
 
 

@@ -117,7 +117,7 @@ def describe_stats(stats: GenerationStats) -> list[str]:
         prompt + (f", {prefill:.1f} tokens/s" if prefill else ""),
         f"generated: {stats.completion_tokens} tokens" + (f", {decode:.1f} tokens/s" if decode else ""),
         *([f"first token after: {first:.0f} ms"] if first is not None else []),
-        *(describe_speculation(stats.speculation, stats.completion_tokens) if stats.speculation else []),
+        *(describe_speculation(stats.speculation) if stats.speculation else []),
         *([_describe_constraints(stats)] if stats.constraint_s and stats.completion_tokens else []),
     ]
 

@@ -12,7 +12,7 @@ import typer
 from llmctl.commands import answer_json, console
 from llmctl.commands.answer import describe_model, describe_sampling, load_weights
 from llmctl.commands.batch_input import Task, read_tasks
-from llmctl.commands.draft import describe_acceptance
+from llmctl.commands.draft import describe_loss, describe_speculation
 from llmctl.commands.one_shot import INTERRUPTED, tell_missing_template
 from llmctl.commands.signals import on_interrupt
 from llmctl.errors import LlmctlError, OutputError
@@ -20,6 +20,7 @@ from llmctl.errors import LlmctlError, OutputError
 if TYPE_CHECKING:
     from llmctl.commands.session import Session
     from llmctl.runtime.checkpoint.output_file import OutputFile
+    from llmctl.runtime.engine.speculation import SpeculationStats
     from llmctl.runtime.generation import Completion
 
 
@@ -37,7 +38,7 @@ def answer_batch(session: Session, file: Path, output: Path | None, *, parallel:
             console.warn(f"{file}:{task.line}: {task.error}")
     answers = Answers(output, tasks)
     try:
-        is_done = answers.remaining == [] or _answer(session, tasks, answers, parallel)
+        is_done = answers.remaining == [] or _answer(session, file, tasks, answers, parallel)
         if is_done:
             answers.finish()
     finally:
@@ -138,7 +139,7 @@ def _entry(line: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _answer(session: Session, tasks: list[Task], answers: Answers, parallel: int) -> bool:
+def _answer(session: Session, file: Path, tasks: list[Task], answers: Answers, parallel: int) -> bool:
     """Answer what remains; False if Ctrl-C came before the end."""
     from llmctl.runtime.generation import Batch
 
@@ -152,12 +153,22 @@ def _answer(session: Session, tasks: list[Task], answers: Answers, parallel: int
     done = 0
     with on_interrupt(batch.cancel), console.progress("Answering", len(places), unit="answer") as bar:
         for number, completion in batch:
+            if completion.error is not None:
+                console.warn(f"{file}:{answers.remaining[number].line}: {completion.error}")
             answers.add(places[number], _fields(session, model.tokenizer, answers.remaining[number], completion))
             done += 1
             bar.update_to(done)
     if engine.speculation:
-        console.detail(describe_acceptance(engine.speculation.stats))
+        _report_drafting(engine.speculation.stats)
     return done == len(places)
+
+
+def _report_drafting(stats: SpeculationStats) -> None:
+    """What it did for all answers together."""
+    for line in describe_speculation(stats):
+        console.detail(line)
+    if hint := describe_loss(stats, "these answers"):
+        console.info(hint)
 
 
 def _places(tasks: list[Task], answers: Answers) -> list[int]:
@@ -177,5 +188,7 @@ def _requests(tasks: list[Task]) -> Iterator[Any]:
 def _fields(session: Session, tokenizer: Any, task: Task, completion: Completion) -> dict[str, Any]:
     assert task.request is not None
     said = answer_json.answer_fields(tokenizer, task.request.params, completion)
+    if completion.error is not None:
+        said = {"error": str(completion.error), **said}
     complete = {} if session.request.structure is None else {"is_complete": completion.is_complete}
     return {**said, **complete, "usage": answer_json.usage(completion.stats), "seed": completion.seed}

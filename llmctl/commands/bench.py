@@ -120,7 +120,8 @@ def bench(
     choose_compute(**loading)  # what it refuses is refused before any model is looked for
     drafting = draft_request(draft, num_draft_tokens)
     opened = [(name, _open(name, tests, {**loading, "family": as_family})) for name in models or [None]]
-    drafts = [open_draft(drafting, model, loading) if drafting else None for _, model in opened]
+    sizes = [{**loading, "ctx_size": model.context_length} for _, model in opened]
+    drafts = [open_draft(drafting, model, size) if drafting else None for (_, model), size in zip(opened, sizes, strict=True)]
     printer = make_printer("document" if json else output or "md")
     for (name, model), drafter in zip(opened, drafts, strict=True):
         for number in thread_counts:
@@ -180,7 +181,7 @@ def _measure(
     from llmctl.runtime.benchmark import run_test
     from llmctl.runtime.models.active import active_weights
 
-    model, _ = load_weights(opened, threads)
+    model, _ = load_weights(draft.target if draft else opened, threads)
     label = os.path.basename(name or str(opened.checkpoint.path))  # noqa: PTH119 (a name need not be a path)
     active = active_weights(opened.weights)
     for test in tests:
@@ -205,7 +206,7 @@ def _drafting(test: BenchTest, speculation: Speculation | None) -> dict[str, Any
     """What drafting did in a test, the warm-up counted; people are told on stderr."""
     stats = speculation.stats if speculation else None
     if stats and test.n_gen:
-        for line in describe_speculation(stats, stats.round_tokens + stats.plain_steps):
+        for line in describe_speculation(stats):
             console.info(f"{test.name}: {line}")
     return {"speculation": stats and speculation_fields(stats)}
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llmctl.runtime.loading import LoadedModel, OpenedModel
 
 _SELF, _NGRAM = "self:", "ngram"
+_WORTH_A_WORD, _MANY_ROUNDS = 0.95, 8
 
 DraftOption = Annotated[
     str | None,
@@ -44,9 +45,11 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class OpenedDraft:
-    """A draft that was found and fits. opened: of a model; formats: what its matrices are rounded to first."""
+    """A draft that was found and fits. target: the model it drafts for, with the memory that is left to it; opened: the draft,
+    of a model; formats: what its matrices are rounded to first."""
 
     request: DraftRequest
+    target: OpenedModel
     opened: OpenedModel | None = None
     formats: dict[str, Format] | None = None
 
@@ -62,21 +65,12 @@ class OpenedDraft:
             return Speculation(NgramDrafter(), longest=longest, fixed=fixed is not None)
         begin = time.perf_counter()
         model = self.opened.load(threads=target.ops.threads, formats=self.formats)
-        cost = self._nbytes() / max(1, target.checkpoint.total_bytes)
+        cost = _nbytes(self.opened, self.formats) / max(1, target.checkpoint.total_bytes)
         drafter = ModelDrafter(
             model, num_tokens=target.num_tokens, cost=cost, longest=longest, max_num_seqs=max_num_seqs
         )
         console.detail(f"draft: {self.request.spec}, loaded in {time.perf_counter() - begin:.2f} s")
         return Speculation(drafter, longest=longest, fixed=fixed is not None)
-
-    def _nbytes(self) -> int:
-        """Of the draft's weights, as stored or rounded."""
-        weights, formats = self.opened.weights, self.formats or {}
-        total = 0
-        for name in weights.names():
-            stored, columns, form = weights.stored(name), weights.stored(name).shape[-1], formats.get(name)
-            total += stored.nbytes if form is None else form.row_bytes(columns) * (stored.num_elements // columns)
-        return total
 
 
 def draft_request(spec: str | None, num_tokens: int | None) -> DraftRequest | None:
@@ -96,13 +90,27 @@ def draft_request(spec: str | None, num_tokens: int | None) -> DraftRequest | No
 def open_draft(request: DraftRequest, target: OpenedModel, loading: dict[str, Any]) -> OpenedDraft:
     """Find the draft and compare it with the model, before any weight is read. loading: of `open_model`, as for the target.
 
-    Errors: UnsupportedError for a model that knows other tokens, UsageError for a TYPE that is none.
+    Errors: UnsupportedError for a model that knows other tokens, UsageError for a TYPE that is none, OutOfMemoryError.
     """
+    from llmctl.runtime.loading import share_memory
+
     if request.spec == _NGRAM:
-        return OpenedDraft(request)
-    if request.spec.startswith(_SELF):
-        return OpenedDraft(request, target, _own_formats(target, request.spec.removeprefix(_SELF)))
-    return OpenedDraft(request, _open_model(request.spec, target, loading))
+        return OpenedDraft(request, target)
+    is_own = request.spec.startswith(_SELF)
+    formats = _own_formats(target, request.spec.removeprefix(_SELF)) if is_own else None
+    draft = target if is_own else _open_model(request.spec, target, loading)
+    target, draft = share_memory(target, draft, _nbytes(draft, formats), loading.get("ctx_size"))
+    return OpenedDraft(request, target, draft, formats)
+
+
+def _nbytes(draft: OpenedModel, formats: dict[str, Format] | None) -> int:
+    """Of a draft's weights, as stored or rounded."""
+    total = 0
+    for name in draft.weights.names():
+        stored, form = draft.weights.stored(name), (formats or {}).get(name)
+        columns = stored.shape[-1] if form else 1
+        total += stored.nbytes if form is None else form.row_bytes(columns) * (stored.num_elements // columns)
+    return total
 
 
 def _open_model(spec: str, target: OpenedModel, loading: dict[str, Any]) -> OpenedModel:
@@ -151,22 +159,23 @@ def _own_formats(target: OpenedModel, type_name: str) -> dict[str, Format]:
     }
 
 
-def describe_acceptance(stats: SpeculationStats) -> str:
-    """How many drafted tokens held, whoever they were for."""
+def describe_speculation(stats: SpeculationStats) -> list[str]:
+    """What drafting did for one answer, or for all of a batch together."""
     if not stats.drafted:
-        return "draft: nothing was drafted"
-    return f"draft: {stats.accepted} of {stats.drafted} drafted tokens accepted ({stats.acceptance_rate:.0%})"
-
-
-def describe_speculation(stats: SpeculationStats, completion_tokens: int) -> list[str]:
-    """What drafting did for one answer."""
-    if not stats.drafted:
-        return [describe_acceptance(stats)]
-    passes = stats.rounds + stats.plain_steps
-    lines = [f"{describe_acceptance(stats)}, {passes} passes of the model for {completion_tokens} tokens"]
+        return ["draft: nothing was drafted"]
+    held = f"draft: {stats.accepted} of {stats.drafted} drafted tokens accepted ({stats.acceptance_rate:.0%})"
+    passes, tokens = stats.rounds + stats.plain_steps, stats.round_tokens + stats.plain_tokens
+    lines = [f"{held}, {passes} passes of the model for {tokens} tokens"]
     if stats.speedup is not None:
         lines.append(f"draft: {stats.speedup:.2f} x the speed of plain decoding")
     return lines
+
+
+def describe_loss(stats: SpeculationStats, what: str) -> str | None:
+    """Told to people who draft at a loss; None where it is none worth the word, or measured by too little."""
+    if stats.speedup is None or stats.speedup >= _WORTH_A_WORD or stats.rounds < _MANY_ROUNDS:
+        return None
+    return f"Drafting made {what} slower ({stats.speedup:.2f} x plain decoding): leave out --draft."
 
 
 def speculation_fields(stats: SpeculationStats) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from llmctl.commands.answer import (
     show_text,
     stream_answer,
 )
+from llmctl.commands.draft import describe_loss
 from llmctl.commands.saved_chat import PromptCache
 from llmctl.errors import LlmctlError
 
@@ -119,9 +120,8 @@ def _report(session: Session, model: LoadedModel, answer: Completion, load_s: fl
         console.detail(line)
     peak = peak_memory()
     console.detail(f"loaded in {load_s:.2f} s" + (f", peak memory {console.format_bytes(peak)}" if peak else ""))
-    drafted = answer.stats.speculation
-    if drafted and (drafted.speedup or 1.0) < 0.95:
-        console.info(f"Drafting made this answer slower ({drafted.speedup:.2f} x plain decoding): leave out --draft.")
+    if answer.stats.speculation and (hint := describe_loss(answer.stats.speculation, "this answer")):
+        console.info(hint)
     if answer.finish_reason != "length":
         return
     limit = describe_limit(answer, session.params, model.context_length)

@@ -99,7 +99,7 @@ def open_session(request: Request) -> Session:
     from_file = {k: v for k, v in sampling_defaults(opened.checkpoint).items() if k not in request.sampling}
     params = replace(_merge(request, from_file, path), **_of_the_vocabulary(request, opened))
     draft = open_draft(request.draft, opened, request.loading) if request.draft else None
-    session = Session(request, opened, params, from_file, draft)
+    session = Session(request, draft.target if draft else opened, params, from_file, draft)
     if session.template is None and request.system is not None:
         raise UsageError(
             f"{path}: without a chat template --system has no place: put it into the prompt, or use --chat-template FILE"

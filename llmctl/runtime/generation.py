@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from llmctl.errors import LlmctlError
 from llmctl.runtime.engine import Engine, FinishReason, Sequence, TokenOutput
 from llmctl.runtime.engine.speculation import SpeculationStats
 from llmctl.runtime.sampling.params import SamplingParams
@@ -18,7 +19,8 @@ class TextEvent:
     """One engine token as text.
 
     text: what may be shown now (empty while a character or a possible stop string is incomplete). token_id: None on an event
-    that only ends the stream. finish_reason: set on the last event; stop_string: the stop string met, if that was why.
+    that only ends the stream. finish_reason: set on the last event; stop_string: the stop string met, error: what went wrong,
+    if that was why.
     """
 
     text: str
@@ -27,6 +29,7 @@ class TextEvent:
     stop_string: str | None = None
     logprob: float | None = None
     top_logprobs: dict[int, float] = field(default_factory=dict)
+    error: LlmctlError | None = None
 
 
 @dataclass
@@ -108,7 +111,7 @@ class TextAssembler:
         """The event for one engine output; a found stop string makes it the last one."""
         token, reason = output.token, output.finish_reason
         if token is None:
-            return TextEvent("", None, reason)
+            return self.end(reason or "length", output.error)
         text = "" if reason == "stop" else self._detokenizer.push(token.token_id)  # an end token is never shown
         if reason is not None:
             text += self._detokenizer.flush()
@@ -118,16 +121,17 @@ class TextAssembler:
         reason = "stop" if found is not None else reason
         return TextEvent(text, token.token_id, reason, found, token.logprob, token.top_logprobs)
 
-    def end(self, reason: FinishReason) -> TextEvent:
+    def end(self, reason: FinishReason, error: LlmctlError | None = None) -> TextEvent:
         """The last event of a sequence that ends without another token: what was still held back."""
         text, found = self._stop.push(self._detokenizer.flush())
-        text += self._stop.flush() if found is None else ""
-        return TextEvent(text, None, reason if found is None else "stop", found)
+        if found is not None:
+            return TextEvent(text, None, "stop", found)
+        return TextEvent(text + self._stop.flush(), None, reason, error=error)
 
 
 class TextStream:
     """Iterator over the events of one generation, which has the engine to itself meanwhile. Closing it early (or leaving the
-    loop) frees the sequence's pages."""
+    loop) frees the sequence's pages. After an event with an error it raises that."""
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams, stop: list[str]
@@ -143,22 +147,26 @@ class TextStream:
 
     def _run(self, assembler: TextAssembler) -> Iterator[TextEvent]:
         """One engine step after another. Only the engine's time is counted, not what the reader does between two events."""
-        begin = time.perf_counter()
+        begin, num_unused = time.perf_counter(), 0
         try:
             while True:
-                for output in self._engine.step():
+                outputs = self._engine.step()
+                for number, output in enumerate(outputs, 1):
                     assert output.sequence is self.sequence, "a TextStream has its engine alone; to share one use TextAssembler"
                     self._count(output, time.perf_counter() - begin)
                     event = assembler.push(output)
                     yield event
+                    if event.error is not None:
+                        raise event.error
                     if event.finish_reason is not None:
+                        num_unused = len(outputs) - number
                         return
                     begin = time.perf_counter()
                 if self._cancelled or self.sequence.finish_reason is not None:
                     yield assembler.end(self.sequence.finish_reason or "abort")
                     return
         finally:
-            self._engine.abort(self.sequence)
+            self._engine.abort(self.sequence, num_unused)
             if self._drafted_before is not None:
                 self.stats.speculation = self._engine.speculation.stats.since(self._drafted_before)
 
@@ -220,12 +228,14 @@ class Batch:
         """The number of each request and its answer, as they are done."""
         try:
             while not self._cancelled and self._admit():
-                for output in self._engine.step():
+                outputs = self._engine.step()
+                for number, output in enumerate(outputs, 1):
                     if output.sequence not in self._running:
                         continue  # the rest of a draft in which a stop string came
                     done = self._running[output.sequence].push(output)
-                    if done is not None:
-                        self._engine.abort(output.sequence)  # a stop string may have come before the engine's own end
+                    if done is not None:  # a stop string may have come before the engine's own end
+                        rest = sum(later.sequence is output.sequence for later in outputs[number:])
+                        self._engine.abort(output.sequence, rest)
                         yield self._running.pop(output.sequence).number, done
         finally:
             for sequence in self._running:
@@ -246,7 +256,8 @@ class Batch:
 
 
 class Completion:
-    """An answer so far: its text, the tokens as they were drawn, why it ended ("abort": it did not), the seed.
+    """An answer so far: its text, the tokens as they were drawn, why it ended ("abort": it did not; error: what went wrong), the
+    seed.
 
     stats: of whoever measures them; without, only counts, since times have no meaning for one of several.
     """
@@ -258,6 +269,7 @@ class Completion:
         self.tokens: list[SampledToken] = []
         self.finish_reason: FinishReason = "abort"
         self.stop_string: str | None = None
+        self.error: LlmctlError | None = None
 
     @property
     def stats(self) -> GenerationStats:
@@ -277,7 +289,7 @@ class Completion:
         if event.token_id is not None:
             self.tokens.append(SampledToken(event.token_id, event.logprob, event.top_logprobs))
         if event.finish_reason is not None:
-            self.finish_reason, self.stop_string = event.finish_reason, event.stop_string
+            self.finish_reason, self.stop_string, self.error = event.finish_reason, event.stop_string, event.error
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,34 @@ def load_model(
 ) -> LoadedModel:
     """`open_model`, with these choices, and `OpenedModel.load` in one."""
     return open_model(path, **choices).load(threads=threads, progress=progress)
+
+
+def share_memory(
+    target: OpenedModel, draft: OpenedModel, draft_bytes: int, ctx_size: int | None
+) -> tuple[OpenedModel, OpenedModel]:
+    """Both models as they are when the draft is loaded beside the target: what its weights of `draft_bytes` leave of the memory
+    for caches is shared so that both hold as many tokens. ctx_size: as it was asked for, None for what fits.
+
+    Errors: OutOfMemoryError where the draft's weights or an asked-for context do not fit.
+    """
+    if target.max_cache_bytes is None:
+        return target, draft
+    both = target.max_cache_bytes - int(draft_bytes * _CACHE_SHARE)
+    if both <= 0:
+        free = target.max_cache_bytes / _CACHE_SHARE
+        raise OutOfMemoryError(
+            f"{draft.checkpoint.path}: {draft_bytes / 1e9:.1f} GB of weights to draft with, {free / 1e9:.1f} GB of memory free "
+            f"beside {target.checkpoint.path}"
+        )
+    sizes = [bytes_per_token(each.config.kv_layers(), each.compute.kv_type) or 1 for each in (target, draft)]
+    own, drafts = both * sizes[0] // sum(sizes), both * sizes[1] // sum(sizes)
+    context = _context(target.config, target.compute.kv_type, ctx_size, own)
+    most = min(context, draft.context_length)
+    fitting = fitting_context(draft.config.kv_layers(), draft.compute.kv_type, drafts, most)
+    return (
+        replace(target, context_length=context, max_cache_bytes=own),
+        replace(draft, context_length=max(1, fitting), max_cache_bytes=drafts),
+    )
 
 
 def read_config(path: Path, family: str | None = None) -> ModelConfig:

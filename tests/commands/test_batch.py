@@ -261,3 +261,19 @@ def test_a_reader_that_leaves_is_no_error(llmctl_script, scripted, tmp_path):
     command = f"{llmctl_script} run {scripted} --batch {file} --no-chat | head -c 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, check=False, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (141, b"{", b"Answering\n")
+
+
+@pytest.mark.parametrize("draft", [(), ("--draft", "ngram", "--num-draft-tokens", "3")])
+def test_an_answer_that_can_go_no_further_fails_alone(call, scripted, tmp_path, draft):
+    """What a grammar asks for is banned in the second line only, after its first word."""
+    prompts = write(tmp_path / "prompts.jsonl", *({"prompt": text} for text in ("M", "A", "MM")))
+    run = ("run", scripted, "--batch", prompts, "--no-chat", "--temp", "0", "--parallel", "3", "--ban", " is")
+    done = call(*run, "--regex", "( more){4}|Paris is the answer.", *draft)
+    answers = [json.loads(line) for line in done.out.splitlines()]
+    assert [answer["text"] for answer in answers] == [" more" * 4, "Paris", " more" * 4]
+    assert [answer["finish_reason"] for answer in answers] == ["stop", "error", "stop"]
+    assert "no token may follow" in answers[1]["error"]
+    assert not any("error" in answer for answer in (answers[0], answers[2]))
+    assert done.code == 1
+    assert f"{prompts}:2: no token may follow" in done.err
+    assert "1 of 3 lines" in done.err

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+
+from llmctl.commands.draft import DraftRequest, open_draft
+from llmctl.errors import OutOfMemoryError
+from llmctl.runtime.cache.memory import bytes_per_token
+from llmctl.runtime.loading import open_model
 
 RAW = ("--no-chat", "-n", "40", "--temp", "0")
 
@@ -38,7 +44,8 @@ def test_a_batch_with_a_draft_gives_the_same_answers(call, scripted: Path, tmp_p
     outputs = []
     for extra in ([], ["--draft", "ngram"], ["--draft", str(scripted), "--num-draft-tokens", "2"]):
         done = call("run", scripted, "--batch", prompts, "--parallel", "3", *RAW, *extra, "--verbose")
-        assert ("drafted tokens accepted" in done.err) == bool(extra)
+        for said in ("drafted tokens accepted", "passes of the model for", "x the speed of plain decoding"):
+            assert (said in done.err) == bool(extra)
         assert done.code == 0, done.err
         outputs.append([json.loads(line)["text"] for line in done.out.splitlines()])
     assert outputs[0] == outputs[1] == outputs[2]
@@ -53,6 +60,14 @@ def test_a_stop_string_inside_a_draft_ends_an_answer_of_a_batch(call, scripted: 
     done = call("run", scripted, "--batch", prompts, *RAW, "--draft", spec, "--num-draft-tokens", "4")
     assert done.code == 0, done.err
     assert [json.loads(line)["text"] for line in done.out.splitlines()] == [" mor", "Paris is the answer.", " more" * 9]
+
+
+def test_what_comes_behind_a_stop_string_is_not_counted(call, scripted: Path) -> None:
+    run = ("run", scripted, "-p", "M", "--draft", scripted, "--num-draft-tokens", "7", "--json", *RAW)
+    found = json.loads(call(*run, "--stop", "more more more").out)
+    stats, counted = found["speculation"], found["usage"]["completion_tokens"]
+    assert counted == stats["round_tokens"] + stats["plain_tokens"] == 3
+    assert (stats["drafted"], stats["accepted"]) == (7, 2)
 
 
 STRUCTURES = {
@@ -134,3 +149,23 @@ def test_bench_drafts_what_it_generates(call, scripted: Path) -> None:
     assert row["n_gen"] == 16
     assert stats["round_tokens"] + stats["plain_steps"] == 2 * 16 + 1  # and that of the warm-up
     assert json.loads(call("bench", scripted, "-p", "0", "-n", "1", "-r", "1", "-o", "json").out)[0]["speculation"] is None
+
+
+def memory(opened, nbytes: int):
+    return dataclasses.replace(opened, max_cache_bytes=nbytes)
+
+
+def test_a_draft_and_its_model_share_the_memory_for_caches(scripted: Path) -> None:
+    opened = open_model(scripted, backend="native")
+    loading = {"backend": "native", "ctx_size": None}
+    alone = bytes_per_token(opened.config.kv_layers(), opened.compute.kv_type) * opened.context_length
+    for draft in (scripted, "self:Q8_0"):
+        beside = open_draft(DraftRequest(str(draft)), memory(opened, alone), loading)
+        sizes = [each.max_cache_bytes for each in (beside.target, beside.opened)]
+        assert 0.1 * alone < sizes[0] == sizes[1] < 0.5 * alone
+        assert beside.target.context_length == beside.opened.context_length < opened.context_length / 2
+    with pytest.raises(OutOfMemoryError, match=r"about .* tokens fit"):
+        open_draft(DraftRequest(str(scripted)), memory(opened, alone), {**loading, "ctx_size": opened.context_length})
+    with pytest.raises(OutOfMemoryError, match="weights to draft with"):
+        open_draft(DraftRequest(str(scripted)), memory(opened, 1000), loading)
+    assert open_draft(DraftRequest("ngram"), opened, loading).target is opened

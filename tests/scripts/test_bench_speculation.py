@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from bench_speculation import Run, llama_cpp, main, predicted
+from bench_speculation import Run, draft_options, llama_cpp, main, predicted
 from make_tiny_model import make_tiny_model
+from peer_programs import PeerError
 
 from llmctl.runtime.engine.speculation import SpeculationStats
 
@@ -30,15 +31,44 @@ def test_a_row_for_every_draft_and_kind(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(row["speedup"] > 0 for row in rows)
 
 
-def program(path: Path, says: str) -> Path:
-    path.write_text(f"#!/bin/sh\ncat <<'END'\n{says}\nEND\n")
+def test_a_useless_draft_is_wrong_each_time_and_given_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_tiny_model(tmp_path / "model", "llama", tokenizer="bpe", max_position_embeddings=2048)
+    options = ["--draft", "self:Q8_0", "--useless", "--num-draft-tokens", "2", "-n", "12", "-r", "1", "-t", "1"]
+    assert main([str(folder), *options]) == 0
+    (row,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (row["accepted"], row["tokens_per_step"]) == (0, 1)
+    assert row["drafted"] > 100
+    assert row["lost"] == pytest.approx(1 / row["speedup"] - 1)
+
+
+def program(path: Path, says: str, help_text: str = "") -> Path:
+    """Says the one or the other, and notes what it was asked."""
+    helps = f"if [ $1 = --help ]; then echo '{help_text}'; exit; fi"
+    path.write_text(f"#!/bin/sh\n{helps}\necho \"$@\" >> {path}.asked\ncat <<'END'\n{says}\nEND\n")
     path.chmod(0o755)
     return path
 
 
-def test_llama_cpps_speeds_are_read_from_what_it_says(tmp_path: Path) -> None:
-    speculative = program(tmp_path / "s", "decoded   65 tokens in    1.25 seconds, speed:   52.000 t/s")
+@pytest.mark.parametrize(
+    ("help_text", "asked"),
+    [
+        ("--draft, --draft-max N\n--draft-min N", "--draft-max 3 --draft-min 0 --draft-p-min 0.0"),
+        ("--spec-draft-n-max N\n--draft-max N removed", "--spec-type draft-simple --spec-draft-n-max 3 --spec-draft-n-min 0"),
+    ],
+)
+def test_llama_cpps_speeds_are_read_from_what_it_says(tmp_path: Path, help_text: str, asked: str) -> None:
+    says = "decoded   65 tokens in    1.25 seconds, speed:   52.000 t/s\nI accept    = 80.000%"
+    speculative = program(tmp_path / "s", says, help_text)
     said = "llama_perf:        eval time =    640.00 ms /    63 runs   (   10.16 ms per token,    98.44 tokens per second)"
     completion = program(tmp_path / "c", said)
-    args = argparse.Namespace(model="m", tokens=64, threads=1, num_draft_tokens=None)
-    assert llama_cpp((speculative, completion), "d", "text", args) == (98.44, 52.0)
+    args = argparse.Namespace(model="m", tokens=64, threads=1, num_draft_tokens=3)
+    assert llama_cpp((speculative, completion), "d", "text", args) == (98.44, 52.0, 0.8)
+    assert asked in (tmp_path / "s.asked").read_text()
+
+
+def test_a_program_that_cannot_be_asked_is_said(tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match="names neither"):
+        draft_options(program(tmp_path / "s", "", "--other"), 3)
+    completion, args = program(tmp_path / "c", "nothing"), argparse.Namespace(model="m", tokens=4, threads=1, num_draft_tokens=3)
+    with pytest.raises(PeerError, match="printed no"):
+        llama_cpp((tmp_path / "s", completion), "d", "text", args)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llmctl.errors import ContextLengthError, UsageError
+from llmctl.errors import ContextLengthError, LlmctlError, UsageError
 from llmctl.kernels.ops import StepInterrupted
 from llmctl.runtime.cache.block_manager import BlockManager, GroupStats, ReuseStats
 from llmctl.runtime.cache.memory import BLOCK_SIZE, PREFILL_CHUNK, Demand, plan_cache
@@ -27,13 +27,14 @@ class TokenOutput:
     """One new token of a sequence; finish_reason is set on its last. A step gives one a sequence, or several where a draft was
     right.
 
-    "stop": the token is an end token. "length": max_tokens or the context is used up. A sequence asked for zero tokens ends
-    with token None.
+    "stop": the token is an end token. "length": max_tokens or the context is used up. "error": no token could be chosen, and
+    `error` says why. There, and where zero tokens were asked for, token is None.
     """
 
     sequence: Sequence
     token: SampledToken | None
     finish_reason: FinishReason | None
+    error: LlmctlError | None = None
 
 
 class Engine:
@@ -103,8 +104,11 @@ class Engine:
             self._followers[first] = others
         return [first, *others]
 
-    def abort(self, sequence: Sequence) -> None:
-        """Stop a sequence at once; its pages are free again."""
+    def abort(self, sequence: Sequence, num_unused: int = 0) -> None:
+        """Stop a sequence at once; its pages are free again. num_unused: tokens of the last step that nobody took: behind a stop
+        string nothing counts as drafted well."""
+        if self.speculation:
+            self.speculation.take_back(sequence, num_unused)
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = "abort"
@@ -243,7 +247,7 @@ class Engine:
         assert self.speculation is not None
         pairs = zip(draft, outputs, strict=False)
         accepted = sum(output.token is not None and output.token.token_id == proposal.token_id for proposal, output in pairs)
-        self.speculation.record(sequence, draft, accepted, len(outputs))
+        self.speculation.record(sequence, draft, accepted, sum(output.token is not None for output in outputs))
         self._blocks.rewind(sequence.pages, sequence.num_computed)
         if self.model.ops.is_row_invariant:
             self._blocks.remember(sequence.pages, sequence.token_ids, sequence.num_computed)
@@ -270,7 +274,11 @@ class Engine:
 
     def _advance(self, sequence: Sequence, logits: np.ndarray, proposal: Proposal | None = None) -> TokenOutput:
         """Sample, append, and say where the sequence must end."""
-        token = sequence.sampler.sample(logits[: self.model.num_tokens], sequence.token_ids, proposal)
+        try:
+            token = sequence.sampler.sample(logits[: self.model.num_tokens], sequence.token_ids, proposal)
+        except LlmctlError as error:  # this one's alone: the others go on
+            sequence.finish_reason = "error"
+            return TokenOutput(sequence, None, "error", error)
         sequence.token_ids.append(token.token_id)
         sequence.finish_reason = self._finish_reason(sequence, token.token_id)
         return TokenOutput(sequence, token, sequence.finish_reason)

@@ -10,7 +10,7 @@ from llmctl.runtime.sampling.params import SamplingParams
 from llmctl.runtime.sampling.rejection import Proposal
 from llmctl.runtime.sampling.sampler import Sampler
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(eq=False)

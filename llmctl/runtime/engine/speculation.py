@@ -55,12 +55,10 @@ class SpeculationStats:
 
 @dataclass
 class _Drafting:
-    """What is known of one sequence. accepted, tokens: of its last round."""
+    """What is known of one sequence."""
 
     length: DraftLength
     pace: Pace = field(default_factory=Pace)
-    accepted: int = 0
-    tokens: int = 0
 
 
 class Speculation:
@@ -75,6 +73,7 @@ class Speculation:
         self.drafter, self.longest, self._fixed = drafter, longest, fixed
         self.stats = SpeculationStats()
         self._sequences: dict[Sequence, _Drafting] = {}
+        self._last_round: dict[Sequence, tuple[int, int]] = {}  # accepted and all tokens
         self._target_times, self._draft_seconds, self._calibration = StepTimes(), StepTimes(), Calibration()
         self._num_decoding, self._since_plain, self._is_timed = 1, _PLAIN_EVERY, True
 
@@ -138,7 +137,7 @@ class Speculation:
     def record_step(self, drafted: list[int], seconds: float | None) -> None:
         """A step of the target. drafted: of every sequence, the number of drafted tokens judged; seconds: None where a prompt
         was computed as well, so that they say nothing."""
-        self._is_timed = seconds is not None
+        self._is_timed, self._last_round = seconds is not None, {}
         if seconds is not None:
             self._target_times.add(len(drafted) + sum(drafted), seconds)
         if any(drafted):
@@ -154,9 +153,8 @@ class Speculation:
 
     def record(self, sequence: Sequence, draft: list[Proposal], num_accepted: int, num_tokens: int) -> None:
         """What became of a sequence's draft: so many tokens of it were accepted, the step brought `num_tokens`."""
-        known = self._of(sequence)
-        known.length.record(len(draft), num_accepted)
-        known.accepted, known.tokens = num_accepted, num_tokens
+        self._of(sequence).length.record(len(draft), num_accepted)
+        self._last_round[sequence] = num_accepted, num_tokens
         for place, proposal in enumerate(draft[: num_accepted + 1]):
             self._calibration.record(proposal.confidence, place < num_accepted)
         self.stats.drafted += len(draft)
@@ -170,11 +168,10 @@ class Speculation:
             self.stats.undrafted_s += num_tokens * (self._target_times.of(self._num_decoding) or 0.0) / self._num_decoding
 
     def take_back(self, sequence: Sequence, num_tokens: int) -> None:
-        """The last so many tokens of a sequence are of no use: its answer had ended before them."""
-        known = self._sequences.get(sequence)
-        kept = 0 if known is None else max(0, known.tokens - num_tokens)
-        if known is not None and num_tokens:
-            self._count(min(known.accepted, kept) - known.accepted, kept - known.tokens)
+        """Of the last step's tokens of a sequence so many are of no use: its answer had ended before them."""
+        accepted, gained = self._last_round.pop(sequence, (0, 0))
+        kept = max(0, gained - num_tokens)
+        self._count(min(accepted, kept) - accepted, kept - gained)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""

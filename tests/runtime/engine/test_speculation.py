@@ -3,6 +3,7 @@ at least not lost. The models' logits are written by the tests; the stub's cache
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 
@@ -175,6 +176,55 @@ def test_the_draft_is_not_asked_about_texts_longer_than_its_context(stub_model) 
     assert 0 < engine.speculation.stats.drafted <= 16
 
 
+def test_tokens_that_nobody_took_do_not_count(stub_model) -> None:
+    """Three drafted tokens hold, and the stop string is complete after the first of four; also where the engine ended there."""
+    for limit in (40, 6):
+        engine = speculative(stub_model, mixed)
+        sequence = engine.add(PROMPT, SamplingParams(temperature=0, max_tokens=limit))
+        while len(sequence.completion_token_ids) < 6:
+            outputs = engine.step()
+        assert (len(outputs), engine.speculation.stats.accepted) == (4, 3)
+        engine.abort(sequence, 3)
+        stats = engine.speculation.stats
+        assert (stats.drafted, stats.accepted, stats.round_tokens, stats.plain_tokens) == (3, 1, 1, 1)
+        engine.abort(sequence)
+        assert engine.speculation.stats == stats
+
+
+class NoMore:
+    """Allows so many tokens."""
+
+    is_complete = False
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def forbid(self, logits: np.ndarray) -> None:
+        if not self._count:
+            logits[:] = -np.inf
+
+    def accept(self, token_id: int) -> None:
+        self._count -= 1
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_sequence_without_an_allowed_token_ends_alone(stub_model, draft: str) -> None:
+    engine = speculative(stub_model, DRAFTS[draft], sequences=3)
+    free = engine._blocks.num_free
+    stuck = dataclasses.replace(GREEDY, constraints=(lambda: NoMore(10),))
+    sequences = [engine.add(PROMPT, params) for params in (GREEDY, stuck, GREEDY)]
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    (failed,) = (output for output in outputs if output.error)
+    assert (failed.sequence, failed.token, failed.finish_reason) == (sequences[1], None, "error")
+    assert "no token may follow" in str(failed.error)
+    assert [sequence.completion_token_ids for sequence in sequences] == [
+        plain(stub_model, params) for params in (GREEDY, SamplingParams(temperature=0, max_tokens=10), GREEDY)
+    ]
+    assert engine._blocks.num_free == free
+
+
 # --- draws ------------------------------------------------------------------------------------------------------------
 
 SOFT = np.array([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -9.0, -9.0])
@@ -343,6 +393,20 @@ def test_a_draft_that_turns_good_is_taken_up_again(stub_model, clock: Clock) -> 
     taken, engine = seconds(stub_model, clock, late, 400)
     assert engine.speculation.stats.accepted > 200
     assert taken < 250
+
+
+def test_what_drafting_brings_to_a_batch_is_measured_by_its_own_plain_steps(stub_model, clock: Clock) -> None:
+    """Three sequences in a plain step of 1.04; drafts of no cost that are right: a round of four tokens each takes 1.22."""
+    target = timed(clock, stub_model(mixed), 1.0, 0.02)
+    drafter = ModelDrafter(stub_model(mixed), num_tokens=VOCAB, cost=0.0, longest=3, max_num_seqs=3)
+    engine = Engine(target, max_num_seqs=3, speculation=Speculation(drafter, longest=3, fixed=True))
+    sequences = [engine.add([start, 1], SamplingParams(temperature=0, max_tokens=42)) for start in (3, 5, 7)]
+    drain(engine)
+    assert [len(sequence.completion_token_ids) for sequence in sequences] == [42] * 3
+    stats = engine.speculation.stats
+    assert (stats.plain_steps, stats.plain_tokens, stats.rounds, stats.round_tokens) == (1, 3, 10, 3 * 40)
+    assert stats.undrafted_s == pytest.approx(40 * 1.04)
+    assert stats.speedup == pytest.approx(41 * 1.04 / (1.04 + 10 * 1.22))
 
 
 def test_pages_of_a_text_with_drafts_are_found_again(stub_model) -> None:
