@@ -64,9 +64,9 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, plan: CachePlan, forward: Forward | None = None) -> None:
         self.model = model
         self.cache = cache = KvCache(model.ops, model.config.kv_layers(), plan, model.kv_type)
-        self._tables, compute = model.decoder.tables, forward or model.decoder.forward
+        self._tables = model.decoder.tables
         self._forward = model.ops.compile(
-            lambda batch, rows: compute(batch, cache, rows),
+            lambda batch, rows: (forward or model.decoder.forward)(batch, cache, rows),
             [rope.rotary_dim // 2 for rope in self._tables.ropes],
         )
 
