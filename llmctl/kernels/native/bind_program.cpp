@@ -393,6 +393,7 @@ void bind_program(nb::module_& m) {
       .def_rw("out", &OwningSegment::out)
       .def_rw("head", &OwningSegment::head)
       .def_rw("out_column", &OwningSegment::out_column)
+      .def_rw("head_stride", &OwningSegment::head_stride)
       .def("set_matrix",
            [](OwningSegment& self, const nb::object& weight, int64_t index) { self.matrix = matrix_of(self, weight, index); },
            nb::arg("weight"), nb::arg("index") = 0)

@@ -201,8 +201,10 @@ struct Program::MatrixPhase : Program::Phase {
                  segment.gated ? worker.chunk_up.get() + t * stride : nullptr);
   }
 
-  // True where the products go to their buffer at once: nothing else is to be read there, and they are no heads for pages.
-  static bool stays_in_place(const Segment& segment) { return !segment.gated && segment.residual < 0 && !segment.pages; }
+  // True where the products go to their buffer at once: nothing else is to be read there, and they are no heads for other places.
+  static bool stays_in_place(const Segment& segment) {
+    return !segment.gated && segment.residual < 0 && !segment.pages && !segment.head_stride;
+  }
 
   // What follows on `width` outputs of one token, from column `first` on; the last step writes to where they belong.
   void finish_row(Program& program, Worker& worker, const Segment& segment, int64_t row, int64_t first, int64_t width,
@@ -238,10 +240,14 @@ struct Program::MatrixPhase : Program::Phase {
         else kernels.rms_norm(head, weight, segment.eps, segment.head_dim, head);
       }
       if (segment.cos >= 0) rotate(program, worker, kernels, segment.cos, segment.sin, row, head);
+      const int64_t head_number = (first + offset) / segment.head_dim;
       if (segment.pages) {
-        const int64_t head_number = (first + offset) / segment.head_dim;
         kernels.attention->store(*segment.pages, head_number, program.input_->maps[segment.group].slots[row],
                                  segment.is_value ? nullptr : head, segment.is_value ? head : nullptr);
+      }
+      if (segment.head_stride) {
+        float* out = worker.view[segment.out] + row * program.buffers_[segment.out].width + segment.out_column;
+        std::memcpy(out + head_number * segment.head_stride, head, segment.head_dim * sizeof(float));
       }
     }
   }

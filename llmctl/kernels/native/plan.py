@@ -39,6 +39,8 @@ class _Product:
     is_value: bool = False
     head_dim: int = 0
     result: Value | None = None
+    joined_behind: int = 0
+    """Where every head of `result` begins with so many numbers of another product, which are not written here."""
 
     def reads(self) -> list[Value]:
         """Values other than the shared input."""
@@ -73,6 +75,8 @@ class _Phase:
     attention: Node | None = None
     mixture: _Mixture | None = None
     head_linear: Node | None = None
+    joined: Value | None = None
+    """What has the results of `head_linear` as the beginnings of its heads."""
     is_rows: bool = False
 
     def reads(self) -> list[Value]:
@@ -88,8 +92,9 @@ class _Phase:
         values = [value for node in self.before for value in node.outputs]
         values += [product.result for product in self.products if product.result]
         values += [self.mixture.result] if self.mixture else []
-        node = self.attention or self.head_linear
-        return values + (node.outputs if node else [])
+        values += self.attention.outputs if self.attention else []
+        head_output = self.joined or (self.head_linear and self.head_linear.outputs[0])
+        return values + ([head_output] if head_output else [])
 
 
 class Planner:
@@ -120,7 +125,7 @@ class Planner:
             elif node.op == "moe":
                 self._flush()
                 self.phases.append(_Phase(mixture=self._mixture(node), is_rows=node.is_rows))
-            else:
+            elif not (node.op == "join_heads" and self._join_products(node)):
                 self._pending.append(node)
         self._flush()
         return self.phases
@@ -141,6 +146,21 @@ class Planner:
             if linear.number not in self._done:
                 phase.products.append(self._follow(linear, linears, known))
         self.phases.append(phase)
+
+    def _join_products(self, join: Node) -> bool:
+        """Whether nobody else reads what is joined, and its products can write to their places: those of every head, and one whose
+        outputs are finished head by head."""
+        first, second = join.inputs
+        if any(self._sole_reader(value) is not join for value in join.inputs):
+            return False
+        phase = next((phase for phase in self.phases if phase.head_linear is first.node), None)
+        products = (product for phase in self.phases for product in phase.products)
+        product = next((p for p in products if p.result and p.result.key == second.key), None)
+        if not (phase and product) or product.head_dim != second.shape[-1]:
+            return False
+        phase.joined = product.result = join.outputs[0]
+        product.joined_behind = first.shape[-1]
+        return True
 
     def _mixture(self, node: Node) -> _Mixture:
         """The node with everything after it that can be added to its output at once."""
@@ -300,8 +320,10 @@ class Buffers:
         self._last[result.key] = len(phases)
 
     def allocate(self, phase: _Phase) -> None:
-        """Buffers for everything the phase writes."""
+        """Buffers for everything the phase writes and no phase before it has begun to."""
         for value in phase.writes():
+            if value.key in self._numbers:
+                continue
             kind = (value.width, value.node.is_rows)
             free = self._free.setdefault(kind, [])
             self._numbers[value.key] = free.pop() if free else self._program.add_buffer(*kind)
@@ -329,7 +351,7 @@ def build(program: Any, graph: Graph, result: Value) -> int:
         else:
             before = [_row_op(node, buffers) for node in phase.before]
             segments = [_segment(product, buffers) for product in phase.products]
-            segments += _head_segments(phase.head_linear, buffers) if phase.head_linear else []
+            segments += _head_segments(phase.head_linear, phase.joined, buffers) if phase.head_linear else []
             source = buffers[phase.input] if phase.input else -1
             program.add_matrix_phase(phase.is_rows, before, source, segments)
         buffers.release(phase, index)
@@ -428,14 +450,17 @@ def _segment(product: _Product, buffers: Buffers) -> Any:
         segment.residual = buffers[product.residual]
     if product.result:
         segment.out = buffers[product.result]
+    if product.joined_behind and product.result:
+        segment.out_column, segment.head_stride = product.joined_behind, product.result.shape[-1]
     return segment
 
 
-def _head_segments(node: Node, buffers: Buffers) -> list[Any]:
-    """The native descriptions of the products of every head."""
-    weight, (heads, width) = node.attributes["weight"], node.outputs[0].shape
+def _head_segments(node: Node, joined: Value | None, buffers: Buffers) -> list[Any]:
+    """The native descriptions of the products of every head, which `joined` begins with if there is one."""
+    weight, out = node.attributes["weight"], joined or node.outputs[0]
+    heads, width = out.shape
     segments = [_native.Segment() for _ in range(heads)]
     for head, segment in enumerate(segments):
         segment.set_matrix(weight, head)
-        segment.head, segment.out_column, segment.out = head, head * width, buffers[node.outputs[0]]
+        segment.head, segment.out_column, segment.out = head, head * width, buffers[out]
     return segments

@@ -84,7 +84,8 @@ struct Segment {
   int residual = -1;
   int out = -1;
   int64_t head = 0;         // where the phase's input row is equal parts, one for each of as many matrices: the number of the part
-  int64_t out_column = 0;   // of such a product: where its outputs begin in a row of `out`
+  int64_t out_column = 0;   // of such a product, and of spread heads: where its outputs begin in a row of `out`
+  int64_t head_stride = 0;  // > 0: outputs are heads spread over a row of `out`, which begin so many numbers apart
   const KvPages* pages = nullptr;
   int group = 0;
   bool is_value = false;

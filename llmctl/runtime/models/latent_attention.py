@@ -80,21 +80,26 @@ class LatentAttention:
     ) -> Array:
         """x [T, hidden_size] → the same, or only its `rows`; this step's latents are stored on the way."""
         ops, config, latent = self.ops, self.config, self.latent
-        queries, keys = self._project(x, tables)
+        assert self.choices.rope is not None, "latent attention without positions"
+        cos, sin = tables.angles(self.choices.rope)
         pages, batch = cache.layer(self.index), batch.of_group(cache.group(self.index))
-        ops.store_kv(keys, None, pages, batch)
+        ops.store_kv(self._keys(x, cos, sin), None, pages, batch)
+        queries = self._queries(x, cos, sin)
         y = ops.attention(queries, pages, batch, config.attention_scale, self.choices.sliding_window, config.attention_softcap)
         y = ops.head_linear(y if rows is None else ops.take_rows(y, rows), self.v_b)
         return self.o_proj.forward(ops.reshape(y, (-1, config.num_heads * latent.value_dim)))
 
-    def _project(self, x: Array, tables: RotaryTables) -> tuple[Array, Array]:
-        """Queries [T, num_heads, rank + rope_dim] and keys [T, 1, rank + rope_dim]: what meets the latent, what was rotated."""
-        ops, heads, latent = self.ops, self.config.num_heads, self.latent
-        assert self.choices.rope is not None, "latent attention without positions"
-        cos, sin = tables.angles(self.choices.rope)
+    def _keys(self, x: Array, cos: Array, sin: Array) -> Array:
+        """[T, 1, rank + rope_dim]: the latent, and the rotated key that all heads share."""
+        ops, latent = self.ops, self.latent
         keys = ops.reshape(self.kv_a_norm.forward(self.kv_a.forward(x)), (-1, 1, latent.rank))
-        key_rope = ops.rotary(ops.reshape(self.k_rope.forward(x), (-1, 1, latent.rope_dim)), cos, sin)
+        rope = ops.rotary(ops.reshape(self.k_rope.forward(x), (-1, 1, latent.rope_dim)), cos, sin)
+        return ops.join_heads(keys, rope)
+
+    def _queries(self, x: Array, cos: Array, sin: Array) -> Array:
+        """[T, num_heads, rank + rope_dim]: what meets the latents, and what meets the rotated keys."""
+        ops, heads, latent = self.ops, self.config.num_heads, self.latent
         q = x if self.q_a_norm is None else self.q_a_norm.forward(self.q_a_proj.forward(x))
         nope = ops.reshape(self.q_nope.forward(q), (-1, heads, latent.nope_dim))
         rope = ops.rotary(ops.reshape(self.q_rope.forward(q), (-1, heads, latent.rope_dim)), cos, sin)
-        return ops.join_heads(ops.head_linear(nope, self.k_b), rope), ops.join_heads(keys, key_rope)
+        return ops.join_heads(ops.head_linear(nope, self.k_b), rope)

@@ -152,6 +152,24 @@ def test_a_sparse_mlp_takes_two_phases(shared: bool) -> None:
     assert mixture.residual is not None
 
 
+@pytest.mark.parametrize(("head_dim", "joins"), [(16, 0), (24, 1)])
+def test_heads_are_joined_by_the_products_that_make_them(head_dim: int, joins: int) -> None:
+    """Both write to their places in the joined rows, unless heads are no whole tiles."""
+    r = Recorder(head_dim)
+    cos, sin = r.graph.add("rotary_angles", (), (head_dim // 2,), (head_dim // 2,), source=0, factor=1.0).outputs
+    x = r.op("embedding", shape=(HIDDEN,), weight=weight(9), factor=1.0)
+    nope = r.heads(r.linear(x, HEADS * head_dim), HEADS)
+    rope = r.op("rotary", r.heads(r.linear(x, HEADS * head_dim), HEADS), cos, sin, shape=(HEADS, head_dim))
+    absorbed = r.op("head_linear", nope, shape=(HEADS, 32), weight=weight(32))
+    joined = r.op("join_heads", absorbed, rope, shape=(HEADS, 32 + head_dim))
+    r.op("attention", joined, shape=(HEADS, 32))
+    phases = Planner(r.graph).plan()
+    assert sum(node.op == "join_heads" for phase in phases for node in phase.before) == joins
+    writers = [phase for phase in phases if joined.key in [value.key for value in phase.writes()]]
+    assert len(writers) == (1 if joins else 2)
+    assert [p.joined_behind for p in phases[0].products] == [0, 0 if joins else 32]
+
+
 def test_what_two_read_is_not_taken_into_a_mixture() -> None:
     r = Recorder()
     x = r.op("embedding", shape=(HIDDEN,), weight=weight(9), factor=1.0)
