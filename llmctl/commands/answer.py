@@ -122,6 +122,17 @@ def describe_stats(stats: GenerationStats) -> list[str]:
     ]
 
 
+def describe_experts(counts: list[list[int]]) -> list[str]:
+    """How evenly experts were chosen: counts of tokens, layer by layer. Empty without any."""
+    layers = [layer for layer in counts if sum(layer)]
+    if not layers:
+        return []
+    busiest = max(max(layer) / sum(layer) for layer in layers)
+    idle, total = sum(layer.count(0) for layer in layers), sum(map(len, layers))
+    shares = f"the busiest had {busiest:.1%} of its layer's choices (even would be {len(layers) / total:.1%})"
+    return [f"experts: {shares}, {idle} of {total} were never chosen"]
+
+
 def _describe_constraints(stats: GenerationStats) -> str:
     each, share = stats.constraint_s / stats.completion_tokens, stats.constraint_s / (stats.prefill_s + stats.decode_s)
     return f"grammar and banned strings: {each * 1e6:.0f} µs a token, {share:.1%} of the time"

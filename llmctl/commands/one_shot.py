@@ -9,6 +9,7 @@ import typer
 
 from llmctl.commands import answer_json, console
 from llmctl.commands.answer import (
+    describe_experts,
     describe_limit,
     describe_model,
     describe_sampling,
@@ -116,7 +117,7 @@ def _report(session: Session, model: LoadedModel, answer: Completion, load_s: fl
     """What stderr is told after the answer. Errors: LlmctlError, as `answer_once`."""
     from llmctl.runtime.machine import peak_memory
 
-    for line in describe_stats(answer.stats):
+    for line in (*describe_stats(answer.stats), *describe_experts(model.decoder.expert_counts())):
         console.detail(line)
     peak = peak_memory()
     console.detail(f"loaded in {load_s:.2f} s" + (f", peak memory {console.format_bytes(peak)}" if peak else ""))

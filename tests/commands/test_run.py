@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import signal
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+from make_tiny_model import make_tiny_model
 
 from llmctl.commands.prompt_input import join_prompt, split_arguments
 from llmctl.errors import UsageError
@@ -148,6 +150,19 @@ def test_verbose_names_what_was_used_and_what_it_took(call, scripted):
     assert "first token after: " in err
     assert "loaded in " in err
     assert "peak memory " in err
+    assert "experts: " not in err
+
+
+def test_verbose_tells_how_evenly_experts_were_chosen(call, tmp_path):
+    folder = make_tiny_model(tmp_path / "tiny", "mixtral", tokenizer="bpe", num_hidden_layers=2)
+    err = call("run", folder, "-p", "M", "--no-chat", "-n", "3", "-v").err
+    words = r"experts: the busiest had ([0-9.]+)% of its layer's choices \(even would be ([0-9.]+)%\), (\d+) of (\d+) were never"
+    line = re.search(words, err)
+    assert line, err
+    busiest, even, idle, total = map(float, line.groups())
+    assert (even, total) == (pytest.approx(200 / total, abs=0.1), 2 * round(100 / even))
+    assert even < busiest <= 100
+    assert idle < total
 
 
 def test_json_is_one_document(call, scripted):

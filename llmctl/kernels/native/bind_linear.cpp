@@ -92,7 +92,7 @@ void check_input(const Matrix& matrix, const Rows& x, bool int8) {
 
 void run_in_parts(const Kernels& kernels, const PackedMatrix& matrix, const Activations& x, int64_t tiles_per_call, float* y) {
   for (int64_t tile = 0; tile < matrix.tiles(); tile += tiles_per_call)
-    kernels.linear(matrix, tile, std::min(matrix.tiles(), tile + tiles_per_call), x, y + kTileRows * tile, matrix.rows);
+    kernels.linear({matrix, tile, std::min(matrix.tiles(), tile + tiles_per_call)}, x, y + kTileRows * tile, matrix.rows);
 }
 
 nb::object linear(const std::string& isa, const std::string& layout, const Bytes& packed, int64_t rows, int64_t columns,
@@ -140,7 +140,7 @@ double time_linear(const std::string& isa, const std::string& layout, const Byte
   nb::gil_scoped_release release;
   for (int64_t i = 0; i < repeats; ++i) {
     const auto start = std::chrono::steady_clock::now();
-    for (int64_t call = 0; call < calls; ++call) kernels.linear(matrix.get(), 0, matrix.get().tiles(), input.get(), y.get(), rows);
+    for (int64_t call = 0; call < calls; ++call) kernels.linear({matrix.get(), 0, matrix.get().tiles()}, input.get(), y.get(), rows);
     const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
     best = std::min(best, taken.count() / double(calls));
   }

@@ -32,7 +32,7 @@ extern const AttentionKernels dot_attention;
 }
 namespace amx {
 extern const AttentionKernels tile_attention;
-void linear(const PackedMatrix&, int64_t first_tile, int64_t last_tile, const Activations&, float* y, int64_t stride);
+void linear(const TileRange&, const Activations&, float* y, int64_t stride);
 }
 #elif defined(__aarch64__)
 LLMCTL_DECLARE(neon)

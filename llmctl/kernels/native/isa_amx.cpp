@@ -27,9 +27,9 @@ static_assert(sizeof kLinear / sizeof *kLinear == (size_t)Layout::Count);
 
 }  // namespace
 
-void linear(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y, int64_t stride) {
-  Linear with_tiles = x.codes && x.tokens >= kAmxTokens ? kLinear[(size_t)matrix.layout] : nullptr;
-  (with_tiles ? with_tiles : avx512::kKernels.linear)(matrix, first_tile, last_tile, x, y, stride);
+void linear(const TileRange& tiles, const Activations& x, float* y, int64_t stride) {
+  Linear with_tiles = x.codes && x.tokens >= kAmxTokens ? kLinear[(size_t)tiles.matrix.layout] : nullptr;
+  (with_tiles ? with_tiles : avx512::kKernels.linear)(tiles, x, y, stride);
 }
 
 }  // namespace amx

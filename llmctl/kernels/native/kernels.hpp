@@ -31,10 +31,9 @@ enum class Activation : int32_t { Silu, GeluTanh, Gelu, ClampedSwiglu };
 struct Kernels {
   const char* name;         // "generic", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "neon"
 
-  // y[t * stride + 16 * tile + r - 16 * first_tile] for tiles first_tile .. last_tile - 1 and all tokens of x, int8 or float
-  // activations by which of x's pointers is set. Rows beyond matrix.rows are not written.
-  void (*linear)(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y,
-                 int64_t stride);
+  // y[t * stride + 16 * (tile - tiles.first) + r] for all tiles and all tokens of x, int8 or float activations by which of x's
+  // pointers is set. Rows beyond matrix.rows are not written.
+  void (*linear)(const TileRange& tiles, const Activations& x, float* y, int64_t stride);
   // One row of a prepared matrix as float32 [columns].
   void (*dequantize_row)(const PackedMatrix& matrix, int64_t row, float* out);
   // One token: x float32 [columns] to codes [columns_padded], scales, sums as in Activations.

@@ -101,4 +101,12 @@ struct PackedMatrix {
   }
 };
 
+// Tiles first .. last - 1 of a matrix. next: the weights that are read after them, which memory is asked for in time; may be null.
+struct TileRange {
+  const PackedMatrix& matrix;
+  int64_t first;
+  int64_t last;
+  const uint8_t* next = nullptr;
+};
+
 }  // namespace llmctl

@@ -8,21 +8,18 @@
 namespace llmctl::LLMCTL_ISA {
 
 template <class L>
-void linear_quantized(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y,
-                      int64_t stride) {
-  if (x.codes) linear_int8<L>(matrix, first_tile, last_tile, x, y, stride);
-  else linear_float(matrix, first_tile, last_tile, x, y, stride, expanded_tiles<expand<L>, 1>, expanded_tiles<expand<L>, 2>);
+void linear_quantized(const TileRange& tiles, const Activations& x, float* y, int64_t stride) {
+  if (x.codes) linear_int8<L>(tiles, x, y, stride);
+  else linear_float(tiles, x, y, stride, expanded_tiles<expand<L>, 1>, expanded_tiles<expand<L>, 2>);
 }
 
 // Half-precision weights are worth expanding once when several groups of tokens share them.
 template <class Load>
-void linear_plain(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y,
-                  int64_t stride) {
+void linear_plain(const TileRange& tiles, const Activations& x, float* y, int64_t stride) {
   bool expand_first = Load::kBytes < LoadF32::kBytes && x.tokens > kFloatTokens;
   if (expand_first)
-    linear_float(matrix, first_tile, last_tile, x, y, stride, expanded_tiles<expand_plain<Load>, 1>,
-                 expanded_tiles<expand_plain<Load>, 2>);
-  else linear_float(matrix, first_tile, last_tile, x, y, stride, plain_tiles<Load, 1>, plain_tiles<Load, 2>);
+    linear_float(tiles, x, y, stride, expanded_tiles<expand_plain<Load>, 1>, expanded_tiles<expand_plain<Load>, 2>);
+  else linear_float(tiles, x, y, stride, plain_tiles<Load, 1>, plain_tiles<Load, 2>);
 }
 
 struct FormatKernels {
@@ -42,9 +39,8 @@ static const FormatKernels kFormats[] = {
 };
 static_assert(sizeof kFormats / sizeof *kFormats == (size_t)Layout::Count);
 
-static void linear(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y,
-                   int64_t stride) {
-  kFormats[(size_t)matrix.layout].linear(matrix, first_tile, last_tile, x, y, stride);
+static void linear(const TileRange& tiles, const Activations& x, float* y, int64_t stride) {
+  kFormats[(size_t)tiles.matrix.layout].linear(tiles, x, y, stride);
 }
 
 static void dequantize_row(const PackedMatrix& matrix, int64_t row, float* out) {

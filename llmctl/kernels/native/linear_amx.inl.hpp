@@ -224,8 +224,7 @@ void amx_chunk_to_all(const AmxChunk& chunk, int64_t first, int64_t count, const
 
 // Up to kAmxTokenBlock tokens. A tile with padding is summed beside y, which has no place for it.
 template <class L>
-void amx_tiles(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y,
-               int64_t stride) {
+void amx_tiles(const TileRange& tiles, const Activations& x, float* y, int64_t stride) {
   using S = AmxShapeOf<L>;
   const int64_t blocks = x.columns / kBlock, beside_bytes = x.tokens * kTileRows * sizeof(float);
   auto* scratch = (uint8_t*)thread_scratch(sizeof(AmxChunk) + beside_bytes + panel_bytes<S>(x.tokens, blocks));
@@ -233,11 +232,11 @@ void amx_tiles(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile
   float* beside = (float*)(scratch + sizeof(AmxChunk));
   uint8_t* panels = scratch + sizeof(AmxChunk) + beside_bytes;
   fill_all_panels<S>(x, panels);
-  for (int64_t tile = first_tile; tile < last_tile; ++tile, y += kTileRows) {
-    const int64_t rows = matrix.rows_in(tile);
+  for (int64_t tile = tiles.first; tile < tiles.last; ++tile, y += kTileRows) {
+    const int64_t rows = tiles.matrix.rows_in(tile);
     for (int64_t first = 0; first < blocks; first += kAmxChunkBlocks) {
       int64_t count = blocks - first < kAmxChunkBlocks ? blocks - first : kAmxChunkBlocks;
-      unpack_signed<L>(matrix, tile, first, count, chunk);
+      unpack_signed<L>(tiles.matrix, tile, first, count, chunk);
       if (rows == kTileRows) amx_chunk_to_all<S>(chunk, first, count, x, panels, y, stride);
       else amx_chunk_to_all<S>(chunk, first, count, x, panels, beside, kTileRows);
     }
@@ -246,12 +245,11 @@ void amx_tiles(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile
 }
 
 template <class L>
-void linear_amx(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y,
-                int64_t stride) {
+void linear_amx(const TileRange& tiles, const Activations& x, float* y, int64_t stride) {
   configure_tiles(x.tokens % kWide);
   for (int64_t token = 0; token < x.tokens; token += kAmxTokenBlock) {
     int64_t count = x.tokens - token < kAmxTokenBlock ? x.tokens - token : kAmxTokenBlock;
-    amx_tiles<L>(matrix, first_tile, last_tile, token_range(x, token, count), y + token * stride, stride);
+    amx_tiles<L>(tiles, token_range(x, token, count), y + token * stride, stride);
   }
   _tile_release();
 }

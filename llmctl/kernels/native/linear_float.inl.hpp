@@ -58,30 +58,36 @@ template <class Load> void expand_plain(const PackedMatrix& matrix, int64_t tile
   for (int64_t c = 0; c < count; ++c) store_f32(out + kTileRows * c, Load::load(p + c * Load::kBytes));
 }
 
-// Asks for the line kAhead of each of R tiles that are read side by side, `at` bytes from their beginning: what follows the end
-// of one is R tiles further on.
-template <int R> LLMCTL_INLINE void ask_ahead_of_tiles(const uint8_t* weight, int64_t at, int64_t tile_bytes) {
-  const int64_t ahead = kAhead + (at + kAhead < tile_bytes ? 0 : (R - 1) * tile_bytes);
+// R tiles that are read side by side, `stride` bytes apart. end and next: of all tiles, see ahead_of; a null end: they are copies
+// in the cache.
+struct SideBySide {
+  const uint8_t* weight;
+  int64_t stride;
+  const uint8_t *end, *next;
+};
+
+// Asks for the line that each tile reads kAhead after byte `at`: what follows its end is R tiles further on.
+template <int R> LLMCTL_INLINE void ask_ahead(const SideBySide& tiles, int64_t at) {
+  const int64_t turn = at + kAhead < tiles.stride ? 0 : (R - 1) * tiles.stride;
 #pragma GCC unroll 2
-  for (int r = 0; r < R; ++r) __builtin_prefetch(weight + r * tile_bytes + ahead, 0, 2);
+  for (int r = 0; r < R; ++r) ask(ahead_of(tiles.weight + r * tiles.stride + at + turn, tiles.end, tiles.next));
 }
 
-// T tokens times R tiles, `tile_stride` bytes apart, over `count` columns. sums [T][kFloatTiles][16]. kFromMemory: the tiles are
-// the matrix's own, not copies in the cache.
-template <class Load, int R, int T, bool kFromMemory>
-void add_columns(const uint8_t* weight, int64_t tile_stride, const float* x, int64_t x_stride, int64_t count, float* sums,
-                 bool fresh) {
+// T tokens times R tiles over `count` columns. sums [T][kFloatTiles][16].
+template <class Load, int R, int T>
+void add_columns(const SideBySide& tiles, const float* x, int64_t x_stride, int64_t count, float* sums, bool fresh) {
   constexpr int64_t kStride = kFloatTiles * kTileRows;
   F32 y[T][R];
 #pragma GCC unroll 8
   for (int t = 0; t < T; ++t)
 #pragma GCC unroll 2
     for (int r = 0; r < R; ++r) y[t][r] = fresh ? zero_f32() : load_f32(sums + t * kStride + r * kTileRows);
+  const uint8_t* weight = tiles.weight;
   for (int64_t c = 0; c < count; ++c, weight += Load::kBytes) {
-    if (kFromMemory && c * Load::kBytes % 64 == 0) ask_ahead_of_tiles<R>(weight, c * Load::kBytes, tile_stride);
+    if (tiles.end && c * Load::kBytes % 64 == 0) ask_ahead<R>(tiles, c * Load::kBytes);
     F32 w[R];
 #pragma GCC unroll 2
-    for (int r = 0; r < R; ++r) w[r] = Load::load(weight + r * tile_stride);
+    for (int r = 0; r < R; ++r) w[r] = Load::load(weight + r * tiles.stride);
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
       F32 value = set_f32(x[t * x_stride + c]);
@@ -95,51 +101,51 @@ void add_columns(const uint8_t* weight, int64_t tile_stride, const float* x, int
     for (int r = 0; r < R; ++r) store_f32(sums + t * kStride + r * kTileRows, y[t][r]);
 }
 
-template <class Load, int R, bool kFromMemory>
-void add_columns_to_all(const uint8_t* weight, int64_t tile_stride, const Activations& x, int64_t first, int64_t count,
-                        float* sums) {
+template <class Load, int R>
+void add_columns_to_all(const SideBySide& tiles, const Activations& x, int64_t first, int64_t count, float* sums) {
   for_groups<kFloatTokens>(0, x.tokens, [&](auto size, int64_t token) {
-    add_columns<Load, R, decltype(size)::value, kFromMemory>(weight, tile_stride, x.values + token * x.value_stride + first,
-                                                             x.value_stride, count, sums + token * kFloatTiles * kTileRows,
-                                                             first == 0);
+    add_columns<Load, R, decltype(size)::value>(tiles, x.values + token * x.value_stride + first, x.value_stride, count,
+                                                sums + token * kFloatTiles * kTileRows, first == 0);
   });
 }
 
 // R neighbouring tiles, up to kFloatTokenBlock tokens, straight from plain weights.
 template <class Load, int R>
-void plain_tiles(const PackedMatrix& matrix, int64_t tile, const Activations& x, float*, float* sums) {
-  add_columns_to_all<Load, R, true>(matrix.tile(tile), matrix.tile_bytes(), x, 0, matrix.columns, sums);
+void plain_tiles(const TileRange& tiles, int64_t tile, const Activations& x, float*, float* sums) {
+  const PackedMatrix& matrix = tiles.matrix;
+  add_columns_to_all<Load, R>({matrix.tile(tile), matrix.tile_bytes(), matrix.tile(tiles.last), tiles.next}, x, 0, matrix.columns,
+                              sums);
 }
 
 using Expand = void (*)(const PackedMatrix&, int64_t tile, int64_t first, int64_t count, float* out);
 
 template <Expand kExpand, int R>
-void expanded_tiles(const PackedMatrix& matrix, int64_t tile, const Activations& x, float* weights, float* sums) {
+void expanded_tiles(const TileRange& tiles, int64_t tile, const Activations& x, float* weights, float* sums) {
+  const PackedMatrix& matrix = tiles.matrix;
   for (int64_t first = 0; first < matrix.columns; first += kFloatColumns) {
     int64_t count = matrix.columns - first < kFloatColumns ? matrix.columns - first : kFloatColumns;
     for (int r = 0; r < R; ++r) kExpand(matrix, tile + r, first, count, weights + r * kFloatColumns * kTileRows);
-    add_columns_to_all<LoadF32, R, false>((const uint8_t*)weights, kFloatColumns * kTileRows * sizeof(float), x, first, count,
-                                          sums);
+    const int64_t stride = kFloatColumns * kTileRows * sizeof(float);
+    add_columns_to_all<LoadF32, R>({(const uint8_t*)weights, stride, nullptr, nullptr}, x, first, count, sums);
   }
 }
 
-using Tiles = void (*)(const PackedMatrix&, int64_t tile, const Activations& x, float* weights, float* sums);
+using Tiles = void (*)(const TileRange&, int64_t tile, const Activations& x, float* weights, float* sums);
 
 // tiles_1 and tiles_2: the same for one tile and for two.
-inline void linear_float(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y,
-                         int64_t stride, Tiles tiles_1, Tiles tiles_2) {
+inline void linear_float(const TileRange& tiles, const Activations& x, float* y, int64_t stride, Tiles tiles_1, Tiles tiles_2) {
   const int64_t weights = kFloatTiles * kFloatColumns * kTileRows, width = kFloatTiles * kTileRows;
   float* scratch = (float*)thread_scratch((weights + kFloatTokenBlock * width) * sizeof(float));
   float* sums = scratch + weights;
   for (int64_t token = 0; token < x.tokens; token += kFloatTokenBlock) {
     int64_t count = x.tokens - token < kFloatTokenBlock ? x.tokens - token : kFloatTokenBlock;
-    for (int64_t tile = first_tile; tile < last_tile; tile += kFloatTiles) {
-      int64_t tiles = last_tile - tile < kFloatTiles ? last_tile - tile : kFloatTiles;
-      (tiles == 1 ? tiles_1 : tiles_2)(matrix, tile, token_range(x, token, count), scratch, sums);
-      float* out = y + token * stride + kTileRows * (tile - first_tile);
+    for (int64_t tile = tiles.first; tile < tiles.last; tile += kFloatTiles) {
+      int64_t some = tiles.last - tile < kFloatTiles ? tiles.last - tile : kFloatTiles;
+      (some == 1 ? tiles_1 : tiles_2)(tiles, tile, token_range(x, token, count), scratch, sums);
+      float* out = y + token * stride + kTileRows * (tile - tiles.first);
       for (int64_t t = 0; t < count; ++t)
-        for (int64_t r = 0; r < tiles; ++r)
-          store_rows(out + t * stride + r * kTileRows, load_f32(sums + t * width + r * kTileRows), matrix.rows_in(tile + r));
+        for (int64_t r = 0; r < some; ++r)
+          store_rows(out + t * stride + r * kTileRows, load_f32(sums + t * width + r * kTileRows), tiles.matrix.rows_in(tile + r));
     }
   }
 }

@@ -13,7 +13,7 @@
 
 namespace llmctl::LLMCTL_ISA {
 
-using Linear = void (*)(const PackedMatrix&, int64_t first_tile, int64_t last_tile, const Activations&, float* y, int64_t stride);
+using Linear = void (*)(const TileRange&, const Activations&, float* y, int64_t stride);
 
 constexpr int64_t kDirectTokens = kDotTokens;       // up to here codes are unpacked in registers
 constexpr int64_t kAhead = 8192;                    // bytes asked for ahead: the machine's own prefetcher stops at every page
@@ -105,28 +105,33 @@ LLMCTL_INLINE void store_rows(float* y, F32 a, int64_t rows) {
   else store_f32_first(y, a, (int)rows);
 }
 
-// Asks the second-level cache for what lies kAhead behind the bytes begin .. end - 1. The first level would be asked line by line
-// and have the core wait for the oldest (10 to 20 % slower on Sapphire Rapids).
-LLMCTL_INLINE void ask_ahead(const uint8_t* bytes, int64_t begin, int64_t end) {
-  for (int64_t i = (begin + 63) / 64 * 64; i < end; i += 64) __builtin_prefetch(bytes + kAhead + i, 0, 2);
+// The second-level cache is asked: the first would have the core wait for the oldest line (10 to 20 % slower on Sapphire Rapids).
+LLMCTL_INLINE void ask(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
+
+// What is read kAhead after `at`: further on in the same tiles, or what comes next. `at` itself where nothing does.
+LLMCTL_INLINE const uint8_t* ahead_of(const uint8_t* at, const uint8_t* end, const uint8_t* next) {
+  const uint8_t* ahead = at + kAhead;
+  return ahead < end ? ahead : next ? next + (ahead - end) : at;
 }
 
 // T tokens times one tile, codes unpacked on the way; the first `count` results are stored.
 template <class L, int T>
-void direct_tile(const PackedMatrix& matrix, int64_t tile, const int8_t* x, int64_t x_stride, const BlockScalars<L, T>* scalars,
+void direct_tile(const TileRange& tiles, int64_t tile, const int8_t* x, int64_t x_stride, const BlockScalars<L, T>* scalars,
                  float* y, int64_t stride, int64_t count) {
+  const PackedMatrix& matrix = tiles.matrix;
   const int64_t blocks = unit_blocks<L>(matrix), units = matrix.columns / (blocks * kBlock);
   const int64_t unit_bytes = layout_info(matrix.layout, matrix.group_size).tile_bytes;
-  const uint8_t* unit = matrix.tile(tile);
+  const uint8_t *unit = matrix.tile(tile), *end = matrix.tile(tiles.last);
   F32 sums[1][T];
 #pragma GCC unroll 8
   for (int t = 0; t < T; ++t) sums[0][t] = zero_f32();
   for (int64_t u = 0; u < units; ++u, unit += unit_bytes) {
+    const uint8_t* ahead = ahead_of(unit, end, tiles.next);
     F32 scale[L::kUnitScales], minimum[L::kUnitScales];
     L::scales(unit, scale, minimum);
     I32 zero = zero_form<L>(unit);
     for (int64_t b = 0; b < blocks; ++b, x += kBlock, ++scalars) {
-      ask_ahead(unit, unit_bytes * b / blocks, unit_bytes * (b + 1) / blocks);
+      for (int64_t i = unit_bytes * b / blocks / 64 * 64; i < unit_bytes * (b + 1) / blocks; i += 64) ask(ahead + i);
       U8 codes[8];
       dot_codes<L>(unit, b, codes);
       int64_t first = scale_index<L>(b);
@@ -141,7 +146,7 @@ void direct_tile(const PackedMatrix& matrix, int64_t tile, const int8_t* x, int6
 
 // Up to T tokens. Fewer are moved beside tokens of zeros.
 template <class L, int T>
-void direct(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y, int64_t stride) {
+void direct(const TileRange& tiles, const Activations& x, float* y, int64_t stride) {
   const int64_t scalar_bytes = x.columns / kBlock * sizeof(BlockScalars<L, T>), missing = T - x.tokens;
   auto* scratch = (int8_t*)thread_scratch(scalar_bytes + (missing ? T * x.columns_padded : 0));
   auto* scalars = (BlockScalars<L, T>*)scratch;
@@ -154,8 +159,8 @@ void direct(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, c
     std::memset(scratch + scalar_bytes + bytes, 0, missing * x.columns_padded);
   }
   fill_scalars<L, T>(x, 0, x.tokens, scalars);
-  for (int64_t tile = first_tile; tile < last_tile; ++tile, y += kTileRows)
-    direct_tile<L, T>(matrix, tile, codes, x.columns_padded, scalars, y, stride, x.tokens);
+  for (int64_t tile = tiles.first; tile < tiles.last; ++tile, y += kTileRows)
+    direct_tile<L, T>(tiles, tile, codes, x.columns_padded, scalars, y, stride, x.tokens);
 }
 
 // Some blocks of a tile, unpacked.
@@ -280,16 +285,16 @@ void unpacked_tiles(const PackedMatrix& matrix, int64_t tile, const Activations&
 
 // Up to kTokenBlock tokens.
 template <class L>
-void unpacked(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y, int64_t stride) {
+void unpacked(const TileRange& tiles, const Activations& x, float* y, int64_t stride) {
   using S = typename ShapeOf<L>::Type;
   const int64_t chunk_bytes = kTilesAtOnce * sizeof(Chunk), sums_bytes = kTilesAtOnce * x.tokens * kTileRows * sizeof(float);
   auto* memory = (uint8_t*)thread_scratch(chunk_bytes + sums_bytes + x.tokens * (x.columns / kBlock) * sizeof(BlockScalars<S, 1>));
   UnpackedScratch scratch = {(Chunk*)memory, (float*)(memory + chunk_bytes), memory + chunk_bytes + sums_bytes};
   fill_all_scalars<S>(x, scratch.scalars);
-  int64_t tile = first_tile;
-  for (; last_tile - tile >= kTilesAtOnce; tile += kTilesAtOnce, y += kTilesAtOnce * kTileRows)
-    unpacked_tiles<L, kTilesAtOnce>(matrix, tile, x, scratch, y, stride);
-  for (; tile < last_tile; ++tile, y += kTileRows) unpacked_tiles<L, 1>(matrix, tile, x, scratch, y, stride);
+  int64_t tile = tiles.first;
+  for (; tiles.last - tile >= kTilesAtOnce; tile += kTilesAtOnce, y += kTilesAtOnce * kTileRows)
+    unpacked_tiles<L, kTilesAtOnce>(tiles.matrix, tile, x, scratch, y, stride);
+  for (; tile < tiles.last; ++tile, y += kTileRows) unpacked_tiles<L, 1>(tiles.matrix, tile, x, scratch, y, stride);
 }
 
 // Tokens first .. first + count - 1.
@@ -312,15 +317,14 @@ constexpr int direct_size(int tokens) {
 }
 
 template <class L>
-void linear_int8(const PackedMatrix& matrix, int64_t first_tile, int64_t last_tile, const Activations& x, float* y,
-                 int64_t stride) {
+void linear_int8(const TileRange& tiles, const Activations& x, float* y, int64_t stride) {
   constexpr Linear kDirect[] = {direct<L, direct_size(1)>, direct<L, direct_size(2)>, direct<L, direct_size(3)>,
                                 direct<L, direct_size(4)>, direct<L, direct_size(5)>, direct<L, direct_size(6)>,
                                 direct<L, direct_size(7)>, direct<L, direct_size(8)>};
-  if (x.tokens <= kDirectTokens) return kDirect[x.tokens - 1](matrix, first_tile, last_tile, x, y, stride);
+  if (x.tokens <= kDirectTokens) return kDirect[x.tokens - 1](tiles, x, y, stride);
   for (int64_t token = 0; token < x.tokens; token += kTokenBlock) {
     int64_t count = x.tokens - token < kTokenBlock ? x.tokens - token : kTokenBlock;
-    unpacked<L>(matrix, first_tile, last_tile, token_range(x, token, count), y + token * stride, stride);
+    unpacked<L>(tiles, token_range(x, token, count), y + token * stride, stride);
   }
 }
 

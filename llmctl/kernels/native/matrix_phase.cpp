@@ -159,7 +159,8 @@ struct Program::MatrixPhase : Program::Phase {
   void run_own_chunks(Program& program, Worker& worker) {
     int helped = 0;
     const auto items = static_cast<int64_t>(chunks.size());
-    for (int64_t item; (item = queue.take(items, worker.number, helped)) >= 0;) run_chunk(program, worker, chunks[item], 0, num_rows);
+    for (int64_t item; (item = queue.take(items, worker.number, helped)) >= 0;)
+      run_chunk(program, worker, chunks[item], 0, num_rows, queue.is_last(items, item) ? nullptr : weights_of(chunks[item + 1]));
   }
 
   // Blocks of tokens whose activations stay in the cache, one after the other; within each all chunks.
@@ -168,7 +169,7 @@ struct Program::MatrixPhase : Program::Phase {
     for (int64_t item; (item = next_item.fetch_add(1)) < blocks * per_block;) {
       program.poll(worker);
       const int64_t first = item / per_block * block;
-      run_chunk(program, worker, chunks[item % per_block], first, std::min(block, num_rows - first));
+      run_chunk(program, worker, chunks[item % per_block], first, std::min(block, num_rows - first), nullptr);
     }
   }
 
@@ -180,7 +181,10 @@ struct Program::MatrixPhase : Program::Phase {
     return {count, columns, padded_columns(columns), values, heads * columns, nullptr, nullptr, nullptr};
   }
 
-  void run_chunk(Program& program, Worker& worker, const Chunk& chunk, int64_t first, int64_t count) {
+  const uint8_t* weights_of(const Chunk& chunk) const { return segments[chunk.segment].matrix.tile(chunk.first_tile); }
+
+  // next: the weights that this worker reads after those of the chunk, or null.
+  void run_chunk(Program& program, Worker& worker, const Chunk& chunk, int64_t first, int64_t count, const uint8_t* next) {
     const Segment& segment = segments[chunk.segment];
     const Kernels& kernels = *program.kernels_;
     const int64_t first_column = chunk.first_tile * kTileRows;
@@ -191,11 +195,12 @@ struct Program::MatrixPhase : Program::Phase {
       stride = program.buffers_[segment.out].width;
       y = worker.view[segment.out] + first * stride + segment.out_column + first_column;
     }
-    kernels.linear(segment.matrix, chunk.first_tile, chunk.last_tile,
-                   activations(program, worker, segment, segment.matrix, first, count), y, stride);
+    const TileRange tiles = {segment.matrix, chunk.first_tile, chunk.last_tile,
+                             segment.gated ? segment.up.tile(chunk.first_tile) : next};
+    kernels.linear(tiles, activations(program, worker, segment, segment.matrix, first, count), y, stride);
     if (segment.gated)
-      kernels.linear(segment.up, chunk.first_tile, chunk.last_tile, activations(program, worker, segment, segment.up, first, count),
-                     worker.chunk_up.get(), stride);
+      kernels.linear({segment.up, chunk.first_tile, chunk.last_tile, next},
+                     activations(program, worker, segment, segment.up, first, count), worker.chunk_up.get(), stride);
     for (int64_t t = 0; t < count; t++)
       finish_row(program, worker, segment, first + t, first_column, width, y + t * stride,
                  segment.gated ? worker.chunk_up.get() + t * stride : nullptr);
@@ -257,9 +262,7 @@ struct Program::MatrixPhase : Program::Phase {
     if (!own_rows || input < 0 || chunks.empty()) return true;
     const auto items = static_cast<int64_t>(chunks.size());
     const Chunk& chunk = chunks[std::min(queue.begin(items, worker), items - 1)];
-    const Segment& segment = segments[chunk.segment];
-    prefetch_tiles(segment.matrix, chunk.first_tile, chunk.last_tile);
-    if (segment.gated) prefetch_tiles(segment.up, chunk.first_tile, chunk.last_tile);
+    prefetch_tiles(segments[chunk.segment].matrix, chunk.first_tile, chunk.last_tile);
     return true;
   }
 

@@ -230,13 +230,14 @@ Activations Moe::rows_of(const QuantizedRows& codes, const float* floats, const 
 }
 
 // Gate, up and their gated activation, into the sorted rows of the hidden floats. The inputs of a single token are one row.
-void Moe::compute_hidden(const Item& item, const QuantizedRows& inputs, const float* floats, float* up) {
+void Moe::compute_hidden(const Item& item, const QuantizedRows& inputs, const float* floats, float* up, const uint8_t* next) {
   const PackedMatrix &gate = gate_[item.expert], &other = up_[item.expert];
   const int64_t column = item.first_tile * kTileRows, width = std::min(item.last_tile * kTileRows, gate.rows) - column;
   const int64_t first = input_.tokens == 1 ? 0 : item.first_row;
   float* y = scratch_->hidden.floats.get() + item.first_row * gate.rows + column;
-  kernels_->linear(gate, item.first_tile, item.last_tile, rows_of(inputs, floats, gate, first, item.rows), y, gate.rows);
-  kernels_->linear(other, item.first_tile, item.last_tile, rows_of(inputs, floats, other, first, item.rows), up, width);
+  kernels_->linear({gate, item.first_tile, item.last_tile, other.tile(item.first_tile)},
+                   rows_of(inputs, floats, gate, first, item.rows), y, gate.rows);
+  kernels_->linear({other, item.first_tile, item.last_tile, next}, rows_of(inputs, floats, other, first, item.rows), up, width);
   for (int64_t r = 0; r < item.rows; r++) {
     float *row = y + r * gate.rows, *up_row = up + r * width;
     if (gate_.bias) kernels_->add(row, gate_.bias_of(item.expert) + column, width, row);
@@ -256,16 +257,16 @@ void add_bias(const Kernels& kernels, const float* bias, const MoeScratch::Item&
 
 }  // namespace
 
-void Moe::compute_down(const Item& item, const QuantizedRows& hidden, float* y, int64_t stride) const {
+void Moe::compute_down(const Item& item, const QuantizedRows& hidden, float* y, int64_t stride, const uint8_t* next) const {
   const PackedMatrix& down = down_[item.expert];
   const Activations x = rows_of(hidden, scratch_->hidden.floats.get(), down, item.first_row, item.rows);
-  kernels_->linear(down, item.first_tile, item.last_tile, x, y, stride);
+  kernels_->linear({down, item.first_tile, item.last_tile, next}, x, y, stride);
   add_bias(*kernels_, down_.bias_of(item.expert), item, down, y, stride);
 }
 
-void Moe::compute_shared(const Item& item, const QuantizedRows& codes, float* y, int64_t stride) const {
+void Moe::compute_shared(const Item& item, const QuantizedRows& codes, float* y, int64_t stride, const uint8_t* next) const {
   const Activations x = rows_of(codes, input_.shared, shared_.down, item.first_row, item.rows);
-  kernels_->linear(shared_.down, item.first_tile, item.last_tile, x, y, stride);
+  kernels_->linear({shared_.down, item.first_tile, item.last_tile, next}, x, y, stride);
   add_bias(*kernels_, shared_.bias, item, shared_.down, y, stride);
 }
 
@@ -305,6 +306,11 @@ void Moe::run_few(ThreadPool& pool, int worker) {
 }
 
 void Moe::few_hidden(MoeScratch::Worker& mine, int worker) {
+  list_items(mine.assignment, mine.items, gate_[0].tiles(), static_cast<int64_t>(routers_.size()));
+  const auto items = static_cast<int64_t>(mine.items.size());
+  if (items == 0) return;   // of no tokens
+  const Item& begin = mine.items[std::min(hidden_queue_.begin(items, worker), items - 1)];
+  prefetch_tiles(gate_[begin.expert], begin.first_tile, begin.last_tile);
   const int64_t rows = input_.tokens == 1 ? 1 : input_.tokens * top_k_;
   float* floats = scratch_->inputs.floats.get() + worker * input_.tokens * top_k_ * hidden();
   for (int64_t row = 0; row < rows; row++) {
@@ -312,11 +318,12 @@ void Moe::few_hidden(MoeScratch::Worker& mine, int worker) {
     if (inputs_as_codes_) mine.inputs.quantize(*kernels_, x, row, hidden());
     if (inputs_as_floats_) std::memcpy(floats + row * hidden(), x, hidden() * sizeof(float));
   }
-  list_items(mine.assignment, mine.items, gate_[0].tiles(), static_cast<int64_t>(routers_.size()));
-  const auto items = static_cast<int64_t>(mine.items.size());
   int helped = 0;
-  for (int64_t i; (i = hidden_queue_.take(items, worker, helped)) >= 0;)
-    compute_hidden(mine.items[i], mine.inputs, floats, mine.up.get());
+  for (int64_t i; (i = hidden_queue_.take(items, worker, helped)) >= 0;) {
+    const Item& following = mine.items[std::min(i + 1, items - 1)];
+    const uint8_t* next = hidden_queue_.is_last(items, i) ? nullptr : gate_[following.expert].tile(following.first_tile);
+    compute_hidden(mine.items[i], mine.inputs, floats, mine.up.get(), next);
+  }
 }
 
 // Pieces are tiles of the output: of each, all that is added up to it.
@@ -324,26 +331,36 @@ void Moe::few_down(MoeScratch::Worker& mine, int worker) {
   const int64_t tiles = down_[0].tiles(), workers = static_cast<int64_t>(routers_.size());
   const int64_t step = std::clamp<int64_t>(tiles / (kPiecesPerWorker * workers), 1, kMostTiles);
   const int64_t pieces = (tiles + step - 1) / step, begin = std::min(down_queue_.begin(pieces, worker) * step, tiles - 1);
-  prefetch_tiles(down_[mine.assignment.experts.get()[0]], begin, std::min(begin + step, tiles));
+  prefetch_tiles(down_from(mine.assignment, 0), begin, std::min(begin + step, tiles));
   for (int64_t row = 0; hidden_as_codes_ && row < input_.tokens * top_k_; row++)
     mine.hidden.quantize(*kernels_, scratch_->hidden.floats.get() + row * intermediate(), row, intermediate());
   for (int64_t t = 0; shared_.exists() && takes_codes(shared_.down) && t < input_.tokens; t++)
     mine.shared.quantize(*kernels_, input_.shared + t * shared_size(), t, shared_size());
   int helped = 0;
   for (int64_t i; (i = down_queue_.take(pieces, worker, helped)) >= 0;)
-    few_outputs(mine, i * step, std::min((i + 1) * step, tiles));
+    few_outputs(mine, i * step, std::min((i + 1) * step, tiles), down_queue_.is_last(pieces, i));
 }
 
-void Moe::few_outputs(MoeScratch::Worker& mine, int64_t first_tile, int64_t last_tile) {
+// The matrix of the first expert from `expert` on that has tokens; of the shared one if there is none; else any.
+const PackedMatrix& Moe::down_from(const Assignment& assignment, int64_t expert) const {
+  while (expert < num_experts() && assignment.first[expert] == assignment.first[expert + 1]) expert++;
+  if (expert < num_experts()) return down_[expert];
+  return shared_.exists() ? shared_.down : down_[0];
+}
+
+void Moe::few_outputs(MoeScratch::Worker& mine, int64_t first_tile, int64_t last_tile, bool is_last) {
   const Assignment& assignment = mine.assignment;
   const int64_t stride = (last_tile - first_tile) * kTileRows, column = first_tile * kTileRows;
   const int64_t width = std::min(last_tile * kTileRows, hidden()) - column, rows = input_.tokens * top_k_;
+  const uint8_t* after = is_last ? nullptr : down_from(assignment, 0).tile(last_tile);
   for (int64_t e = 0; e < num_experts(); e++) {
     const int64_t first = assignment.first[e], count = assignment.first[e + 1] - first;
-    if (count > 0) compute_down({e, first, count, first_tile, last_tile}, mine.hidden, mine.outputs.get() + first * stride, stride);
+    if (count == 0) continue;
+    const uint8_t* next = first + count < rows || shared_.exists() ? down_from(assignment, e + 1).tile(first_tile) : after;
+    compute_down({e, first, count, first_tile, last_tile}, mine.hidden, mine.outputs.get() + first * stride, stride, next);
   }
   float* shared = shared_.exists() ? mine.outputs.get() + rows * stride : nullptr;
-  if (shared) compute_shared({kShared, 0, input_.tokens, first_tile, last_tile}, mine.shared, shared, stride);
+  if (shared) compute_shared({kShared, 0, input_.tokens, first_tile, last_tile}, mine.shared, shared, stride, after);
   std::vector<float*>& of_token = mine.of_token;
   for (int64_t t = 0; t < input_.tokens; t++) {
     for (int64_t k = 0; k < top_k_; k++) of_token[k] = mine.outputs.get() + assignment.row_of.get()[t * top_k_ + k] * stride;
@@ -369,7 +386,7 @@ void Moe::run_many(ThreadPool& pool, int worker, const std::function<void()>& po
   share(kGather, input_.tokens, 4, poll, [&](int64_t t) { gather(t); });
   pool.barrier();
   share(kHidden, static_cast<int64_t>(all.hidden_items.size()), 1, poll, [&](int64_t i) {
-    compute_hidden(all.hidden_items[i], all.inputs.codes, all.inputs.floats.get(), all.workers[worker].up.get());
+    compute_hidden(all.hidden_items[i], all.inputs.codes, all.inputs.floats.get(), all.workers[worker].up.get(), nullptr);
   });
   pool.barrier();
   if (hidden_as_codes_) {
@@ -420,9 +437,9 @@ void Moe::gather(int64_t token) {
 void Moe::compute_output(const Item& item) const {
   const int64_t offset = item.first_row * hidden() + item.first_tile * kTileRows;
   if (item.expert == kShared) {
-    compute_shared(item, scratch_->shared, input_.y + offset, hidden());
+    compute_shared(item, scratch_->shared, input_.y + offset, hidden(), nullptr);
   } else {
-    compute_down(item, scratch_->hidden.codes, scratch_->outputs.get() + offset, hidden());
+    compute_down(item, scratch_->hidden.codes, scratch_->outputs.get() + offset, hidden(), nullptr);
   }
 }
 

@@ -154,16 +154,18 @@ class Moe {
   void sort_by_expert(Assignment& assignment) const;
   void count_tokens(const Assignment& assignment);
   void list_items(const Assignment& assignment, std::vector<Item>& items, int64_t tiles, int64_t workers) const;
-  void compute_hidden(const Item& item, const QuantizedRows& inputs, const float* floats, float* up);
-  void compute_down(const Item& item, const QuantizedRows& hidden, float* y, int64_t stride) const;
-  void compute_shared(const Item& item, const QuantizedRows& codes, float* y, int64_t stride) const;
+  // next: the weights that the same worker reads afterwards, or null.
+  void compute_hidden(const Item& item, const QuantizedRows& inputs, const float* floats, float* up, const uint8_t* next);
+  void compute_down(const Item& item, const QuantizedRows& hidden, float* y, int64_t stride, const uint8_t* next) const;
+  void compute_shared(const Item& item, const QuantizedRows& codes, float* y, int64_t stride, const uint8_t* next) const;
   void combine(const Assignment& assignment, int64_t token, float* const* rows, float* shared, int64_t column,
                int64_t width) const;
 
   void run_few(ThreadPool& pool, int worker);
   void few_hidden(MoeScratch::Worker& mine, int worker);
   void few_down(MoeScratch::Worker& mine, int worker);
-  void few_outputs(MoeScratch::Worker& mine, int64_t first_tile, int64_t last_tile);
+  void few_outputs(MoeScratch::Worker& mine, int64_t first_tile, int64_t last_tile, bool is_last);
+  const PackedMatrix& down_from(const Assignment& assignment, int64_t expert) const;
 
   void run_many(ThreadPool& pool, int worker, const std::function<void()>& poll);
   void list_shared_items(std::vector<Item>& items) const;

@@ -148,8 +148,8 @@ class Planner:
         self.phases.append(phase)
 
     def _join_products(self, join: Node) -> bool:
-        """Whether nobody else reads what is joined, and its products can write to their places: those of every head, and one whose
-        outputs are finished head by head."""
+        """Whether nobody else reads what is joined, and its products can write to their places: those of every head, and one
+        whose outputs are finished head by head."""
         first, second = join.inputs
         if any(self._sole_reader(value) is not join for value in join.inputs):
             return False

@@ -18,6 +18,12 @@ class WorkQueue {
     for (int i = 0; i < workers; i++) taken_[i].value.store(0, std::memory_order_relaxed);
   }
   int64_t begin(int64_t items, int worker) const { return items * worker / workers_; }
+  // Whether no piece of the same range comes after this one.
+  bool is_last(int64_t items, int64_t item) const {
+    for (int worker = 1; worker <= workers_; worker++)
+      if (item + 1 == begin(items, worker)) return true;
+    return false;
+  }
   // The next of `items` pieces for a worker that is helping the `helped`-th range after its own; -1 where nothing is left.
   int64_t take(int64_t items, int worker, int& helped) {
     for (; helped < workers_; helped++) {
