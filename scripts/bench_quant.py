@@ -19,6 +19,7 @@ import json
 import math
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,14 +86,25 @@ class Bench:
         nbytes = sum(file.stat().st_size for file in files)
         return Point(tool, label, nbytes, found["kl"]["value"], found["kl_99"], found["same_top"]["value"])
 
+    def seconds(self, name: str) -> float | None:
+        """That making the file or folder took; None if it was there before that was noted."""
+        noted = self._out / f"{name}.seconds"
+        return float(noted.read_text()) if noted.exists() else None
+
+    def note_seconds(self, name: str, seconds: float) -> None:
+        """For `seconds`."""
+        (self._out / f"{name}.seconds").write_text(f"{seconds:.2f}\n")
+
     def _made(self, name: str, make: Callable[[Path], object]) -> Path:
-        """The file of this name, made under another first."""
+        """The file or folder of this name, made under another first."""
         path = self._out / name
         if not path.exists():
-            part = path.with_name(f"part-{name}")
-            shutil.rmtree(part, ignore_errors=True)
+            part, begin = path.with_name(f"part-{name}"), time.perf_counter()
+            if part.is_dir():
+                shutil.rmtree(part)
             part.unlink(missing_ok=True)
             make(part)
+            self.note_seconds(name, time.perf_counter() - begin)
             part.replace(path)
         return path
 
