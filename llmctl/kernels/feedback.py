@@ -1,9 +1,9 @@
-"""Columns of a matrix rounded in turn, each told of the errors of those before it: GPTQ's inner loop, and coordinate descent.
+"""Columns of a matrix rounded in turn, each told of the errors of those before it: GPTQ's inner loop.
 
 Arrays are column by row, float32. What happens between the columns of one block is native where the extension is there; the
 definition in numpy gives the same numbers. What a block does to all later columns is one matrix product.
 
-GPTQ: Frantar et al. 2022, arXiv 2210.17323. Descent on the codes: Behdin et al. 2023 (QuantEase), arXiv 2309.01885.
+GPTQ: Frantar et al. 2022, arXiv 2210.17323.
 """
 
 from __future__ import annotations
@@ -41,33 +41,13 @@ class Feedback:
             part, errors = rest[start:stop], np.empty_like(rest[start:stop])
             found = np.empty_like(part)
             inside = np.ascontiguousarray(factor[start:stop, start:stop])
-            self._run("feed_back", part, found, errors, inside, pivots[start:stop], groups[start:stop], grid, isa)
+            self._run(part, found, errors, inside, pivots[start:stop], groups[start:stop], grid, isa)
             levels[order[start:stop]] = found
             rest[stop:] -= factor[start:stop, stop:].T @ errors
         return levels
 
-    def refine(
-        self, gradient: np.ndarray, hessian: np.ndarray, levels: np.ndarray, grid: BlockGrid, *, isa: str | None = None
-    ) -> bool:
-        """One pass over all columns: each moves to the level that is best while the others stay. True if any moved.
-
-        gradient: (K, N), hessian @ (rounded − wanted); it and levels (K, N) are brought up to date. hessian: (K, K).
-        """
-        groups = (np.arange(len(levels)) // grid.spec.group_size).astype(np.int32)
-        pivots = F(1) / np.diagonal(hessian)
-        moved = False
-        for start, stop in _blocks(len(levels)):
-            part, changes = gradient[start:stop].copy(), np.empty_like(gradient[start:stop])
-            inside = np.ascontiguousarray(hessian[start:stop, start:stop])
-            self._run("refine", part, levels[start:stop], changes, inside, pivots[start:stop], groups[start:stop], grid, isa)
-            if changes.any():
-                moved = True
-                gradient += hessian[:, start:stop] @ changes
-        return moved
-
     def _run(
         self,
-        what: str,
         values: np.ndarray,
         levels: np.ndarray,
         changes: np.ndarray,
@@ -81,14 +61,14 @@ class Feedback:
         spec = grid.spec
         table = spec.table() if spec.table is not None else None
         if why_missing() is not None:
-            _DEFINITIONS[what](*arguments, spec.lowest, spec.highest, table)
+            _feed_back(*arguments, spec.lowest, spec.highest, table)
             return
         from llmctl.kernels.native import _native
 
         if self._pool is None:
             instruction_set()  # what LLMCTL_ISA says is settled now
             self._pool = _native.ThreadPool(self._threads)
-        _native.feedback(self._pool, what, *arguments, spec.lowest, spec.highest, table, isa)
+        _native.feed_back(self._pool, *arguments, spec.lowest, spec.highest, table, isa)
 
 
 def inverse(values: np.ndarray) -> np.ndarray:
@@ -115,15 +95,3 @@ def _feed_back(values, levels, changes, couplings, pivots, groups, steps, invers
         levels[i] = nearest_level((values[i] - offset) * inverses[group], *grid)
         changes[i] = (values[i] - (steps[group] * levels[i] + offset)) * pivots[i]
         values[i + 1 :] -= couplings[i, i + 1 :, None] * changes[i]
-
-
-def _refine(values, levels, changes, couplings, pivots, groups, steps, inverses, offsets, *grid) -> None:
-    for i, group in enumerate(groups):
-        offset = offsets[group] if offsets is not None else F(0)
-        old = steps[group] * levels[i] + offset
-        levels[i] = nearest_level((old - values[i] * pivots[i] - offset) * inverses[group], *grid)
-        changes[i] = steps[group] * levels[i] + offset - old
-        values[i + 1 :] += couplings[i, i + 1 :, None] * changes[i]
-
-
-_DEFINITIONS = {"feed_back": _feed_back, "refine": _refine}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llmctl.kernels.descent import Descent
 from llmctl.kernels.encode import Encoder
 from llmctl.kernels.feedback import Feedback
 from llmctl.kernels.formats.codecs import dequantize
@@ -38,13 +39,19 @@ PASSES = 6
 class Solver:
     """How to search. damping: added to the Hessian's diagonal, as a share of its mean. passes: of steps and codes, at most.
 
-    encoder, feedback: with the threads to use.
+    encoder, feedback, descent: with the threads to use.
     """
 
     encoder: Encoder
     feedback: Feedback
+    descent: Descent
     damping: float = DAMPING
     passes: int = PASSES
+
+    @classmethod
+    def on(cls, threads: int, damping: float = DAMPING, passes: int = PASSES) -> Solver:
+        """On so many threads."""
+        return cls(Encoder(threads), Feedback(threads), Descent(threads), damping, passes)
 
 
 def solve(
@@ -65,7 +72,7 @@ def solve(
     even with 100 times the damping gives round to nearest. Raises FormatError and UnsupportedError as `codecs.quantize`.
     """
     assert hessian.shape == (weight.shape[1],) * 2, (hessian.shape, weight.shape)
-    return solve_with(Solver(Encoder(threads), Feedback(threads), damping, passes), weight, hessian, form, importance)
+    return solve_with(Solver.on(threads, damping, passes), weight, hessian, form, importance)
 
 
 def solve_with(
@@ -163,89 +170,13 @@ def _solve_rows(solver: Solver, weight: np.ndarray, hessian: Prepared, rounded: 
     wanted = np.ascontiguousarray(weight.T, F)
     grid = BlockGrid.of(rounded)
     levels = solver.feedback.feed_back(wanted, hessian.factor, hessian.order, grid)
-    descend(solver, wanted, hessian, levels, grid)
+    solver.descent.descend(wanted, hessian.damped, levels, grid, solver.passes)
     found = grid.tensor(levels)
     before, after = (_row_losses(dequantize(tensor).T - wanted, hessian.raw) for tensor in (rounded, found))
     blocks = np.where((after <= before)[:, None], found.blocks, rounded.blocks)
     return QuantTensor(rounded.format, rounded.shape, blocks)
 
 
-def descend(solver: Solver, wanted: np.ndarray, hessian: Prepared, levels: np.ndarray, grid: BlockGrid) -> None:
-    """Improve steps, offsets and levels (K, N) in turn until nothing moves. wanted: (K, N)."""
-    gradient = hessian.damped @ (grid.values(levels) - wanted)
-    for _ in range(solver.passes):
-        refit_scales(gradient, hessian.damped, levels, grid)
-        if not solver.feedback.refine(gradient, hessian.damped, levels, grid):
-            break
-
-
 def _row_losses(error: np.ndarray, hessian: np.ndarray) -> np.ndarray:
     """(N,) of an error (K, N)."""
     return np.einsum("kn,kn->n", error, hessian @ error)
-
-
-def refit_scales(gradient: np.ndarray, hessian: np.ndarray, levels: np.ndarray, grid: BlockGrid) -> None:
-    """Each group's step and offset to the best that can be stored while everything else stays. Arguments as `Feedback.refine`."""
-    size = grid.spec.group_size
-    for group in range(len(grid.steps)):
-        columns = slice(group * size, (group + 1) * size)
-        changes = _Refit(gradient[columns], hessian[columns, columns], levels[columns], grid, group).apply()
-        if changes is not None:
-            gradient += hessian[:, columns] @ changes
-
-
-class _Refit:
-    """One group. The loss is quadratic in step and offset: what it changes by, and where it is least."""
-
-    def __init__(self, gradient: np.ndarray, hessian: np.ndarray, levels: np.ndarray, grid: BlockGrid, group: int) -> None:
-        self.levels, self.grid, self.group = levels, grid, group
-        along = hessian @ levels
-        self.slope, self.curve = (levels * gradient).sum(axis=0), (levels * along).sum(axis=0)
-        self.offset_slope, self.cross = gradient.sum(axis=0), along.sum(axis=0)
-        self.offset_curve = F(max(float(hessian.sum()), 1e-30))
-        self.step = grid.steps[group]
-        self.offset = grid.offsets[group] if grid.offsets is not None else None
-
-    def apply(self) -> np.ndarray | None:
-        """Changes of the elements (group_size, N), None where there are none."""
-        best, best_gain = (self.step, self.offset), np.zeros_like(self.step)
-        for step, offset in self._candidates():
-            gain = self._gain(step, offset)
-            better = gain < best_gain
-            best_gain = np.where(better, gain, best_gain)
-            best = tuple(
-                None if new is None else np.where(better, new, old) for new, old in zip((step, offset), best, strict=True)
-            )
-        if not best_gain.any():
-            return None
-        change = (best[0] - self.step) * self.levels
-        self.grid.steps[self.group] = best[0]
-        if self.offset is not None:
-            change += best[1] - self.offset
-            self.grid.offsets[self.group] = best[1]
-        return change
-
-    def _candidates(self) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        curve = np.maximum(self.curve, F(1e-30))
-        yield self._stored(self.step - self.slope / curve, self.offset)
-        if self.offset is None:
-            return
-        yield self._stored(self.step, self.offset - self.offset_slope / self.offset_curve)
-        determinant = np.maximum(curve * self.offset_curve - self.cross**2, F(1e-6) * curve * self.offset_curve)
-        step = self.step - (self.slope * self.offset_curve - self.offset_slope * self.cross) / determinant
-        step, _ = self._stored(step, None)
-        rest = self.offset_slope + (step - self.step) * self.cross  # the best offset for the step as it is stored
-        yield self._stored(step, self.offset - rest / self.offset_curve)
-
-    def _stored(self, step: np.ndarray, offset: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
-        stored = self.grid.nearest_step(self.group, step)
-        return stored, None if offset is None else self.grid.nearest_offset(self.group, offset)
-
-    def _gain(self, step: np.ndarray, offset: np.ndarray | None) -> np.ndarray:
-        """Change of the loss, (N,)."""
-        moved = step - self.step
-        gain = moved * (F(2) * self.slope + moved * self.curve)
-        if offset is not None and self.offset is not None:
-            shifted = offset - self.offset
-            gain += shifted * (F(2) * (self.offset_slope + moved * self.cross) + shifted * self.offset_curve)
-        return gain

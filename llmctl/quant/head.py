@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from llmctl.kernels.encode import Encoder
-from llmctl.kernels.feedback import Feedback
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import Format
@@ -46,7 +45,7 @@ def solve_head(weights: ModelWeights, statistics: Statistics, form: Format, damp
     hessian = prepare(statistics.take_hessian().numpy(), damping)
     importance = statistics.mean_squares.numpy()
     passes = PASSES if form.bits_per_weight < _FINE_BITS else 0
-    solver = Solver(Encoder(threads), Feedback(threads), damping, passes)
+    solver = Solver.on(threads, damping, passes)
     name = head_module(weights.config) + ".weight"
     parts = [solve_prepared(solver, rows, hessian, form, importance).blocks for rows in head_rows(weights)]
     return QuantTensor(form, weights.stored(name).shape, np.concatenate(parts))

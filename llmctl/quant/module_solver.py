@@ -15,7 +15,6 @@ import torch
 
 from llmctl.errors import FormatError
 from llmctl.kernels.encode import Encoder
-from llmctl.kernels.feedback import Feedback
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import Format
@@ -150,7 +149,7 @@ def _compensated(
     formats = {name: target for name, target in targets.items() if isinstance(target, Format)}
     if formats:
         prepared = grid_gptq.prepare(hessian.numpy(), method.damping)
-        solver = grid_gptq.Solver(Encoder(threads), Feedback(threads), method.damping)
+        solver = grid_gptq.Solver.on(threads, method.damping)
         for name, form in formats.items() if prepared is not None else ():
             blocks = grid_gptq.solve_prepared(solver, weights[name].numpy(), prepared, form, importance.numpy())
             found[name] = Solved(torch.from_numpy(dequantize(blocks)), blocks, {"damping": method.damping})

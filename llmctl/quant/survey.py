@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llmctl.kernels.encode import Encoder
-from llmctl.kernels.feedback import Feedback
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.grids import GRIDS
 from llmctl.kernels.formats.spec import FORMATS, Format
@@ -60,7 +59,7 @@ def survey(walk: Walk, damping: float, progress: Progress | None = None) -> list
     """The losses of all groups of all layers. walk: at the start of the text; it is used up."""
     found: list[Surveyed] = []
     walk.embed()
-    solver = Solver(Encoder(1), Feedback(1), damping, passes=0)
+    solver = Solver.on(1, damping, passes=0)
     count = walk.weights.config.num_layers
     for index in range(count):
         layer = walk.layer(index)
@@ -89,7 +88,7 @@ def survey_head(walk: Walk, damping: float) -> Surveyed:
     prepared = prepare(head_statistics(walk).take_hessian().numpy(), damping)
     rows = np.concatenate(list(head_rows(weights, max(1, count // _HEAD_SAMPLE))))
     if prepared is not None:
-        _add_rows(one, Solver(Encoder(1), Feedback(1), damping, passes=0), rows, count / len(rows), prepared)
+        _add_rows(one, Solver.on(1, damping, passes=0), rows, count / len(rows), prepared)
     return one
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmctl.errors import FormatError, UnsupportedError
-from llmctl.kernels.encode import Encoder
+from llmctl.kernels.descent import Descent
 from llmctl.kernels.formats.codecs import dequantize, quantize
 from llmctl.kernels.formats.grids import GRIDS
 from llmctl.kernels.formats.spec import FORMATS
@@ -53,13 +53,13 @@ def test_no_row_is_worse_than_rounded_to_nearest_even_with_a_hessian_of_few_toke
 @each_grid
 def test_the_bytes_are_the_weights_that_were_searched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     searched = []
-    descend = grid_gptq.descend
+    descend = Descent.descend
 
-    def watched(solver, wanted, hessian, levels, grid):
-        descend(solver, wanted, hessian, levels, grid)
+    def watched(self, wanted, hessian, levels, grid, passes):
+        descend(self, wanted, hessian, levels, grid, passes)
         searched.append(grid.values(levels).T)
 
-    monkeypatch.setattr(grid_gptq, "descend", watched)
+    monkeypatch.setattr(Descent, "descend", watched)
     found = dequantize(solve(weight(), hessian(), FORMATS[name]))
     same = (found == searched[0]).all(axis=1)
     assert same.mean() > 0.9  # the rest are rows where rounding to nearest was better
@@ -126,12 +126,6 @@ def test_zero_rows_stay_zero() -> None:
     some = weight()
     some[7] = 0
     assert not dequantize(solve(some, hessian(), FORMATS["Q4_K"]))[7].any()
-
-
-def test_the_encoder_given_is_the_one_used() -> None:
-    solver = grid_gptq.Solver(Encoder(1), grid_gptq.Feedback(1))
-    found = grid_gptq.solve_with(solver, weight(), hessian(), FORMATS["Q5_0"])
-    assert np.array_equal(found.blocks, solve(weight(), hessian(), FORMATS["Q5_0"]).blocks)
 
 
 @each_grid

@@ -106,7 +106,8 @@ class BlockGrid:
         return found
 
     def nearest_step(self, group: int, wanted: np.ndarray) -> np.ndarray:
-        """The steps that can be stored nearest to those wanted, float32 (N,), with the block's scale as it is."""
+        """The steps that can be stored nearest to those wanted, float32 (N,), with the block's scale as it is; infinite where
+        none can."""
         if not self.spec.is_nested:
             return _nearest_half(wanted)
         assert self.block_scales is not None
@@ -186,7 +187,9 @@ def _scale_codes(name: str, records: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _nearest_half(wanted: np.ndarray) -> np.ndarray:
-    return to_f16_scale(wanted).astype(F)
+    """Infinite where float16 ends."""
+    with np.errstate(over="ignore"):
+        return wanted.astype(np.float16).astype(F)
 
 
 def _nearest_multiple(wanted: np.ndarray, unit: np.ndarray, codes: tuple[int, int] | None) -> np.ndarray:

@@ -4,44 +4,58 @@
 #include <atomic>
 #include <stdexcept>
 
+#include "descent.hpp"
 #include "feedback.hpp"
 
 namespace llmctl {
 
 namespace encode_generic {
 extern const Encoder kEncoders[];
-extern const Feedback kFeedback;
+extern const RunFeedback kFeedback;
+extern const RunDescent kDescent;
 }
 #if defined(__x86_64__)
 namespace encode_avx2 {
 extern const Encoder kEncoders[];
-extern const Feedback kFeedback;
+extern const RunFeedback kFeedback;
+extern const RunDescent kDescent;
 }
 namespace encode_avx512 {
 extern const Encoder kEncoders[];
-extern const Feedback kFeedback;
+extern const RunFeedback kFeedback;
+extern const RunDescent kDescent;
 }
 #endif
 
 namespace {
 
 constexpr int64_t kElementsPerTurn = 1 << 15;   // what a thread takes at once
-constexpr int64_t kRowsPerTurn = 64;             // the same along columns; whole vectors of every instruction set
 
 bool starts_with(const std::string& text, const char* start) { return text.rfind(start, 0) == 0; }
 
 struct Compiled {
   const Encoder* encoders;
-  const Feedback* feedback;
+  RunFeedback feedback;
+  RunDescent descent;
 };
 
 // Encoders know fewer instruction sets than kernels: what adds to one of theirs is served by it.
 Compiled compiled_for(const std::string& isa) {
 #if defined(__x86_64__)
-  if (starts_with(isa, "amx") || starts_with(isa, "avx512")) return {encode_avx512::kEncoders, &encode_avx512::kFeedback};
-  if (starts_with(isa, "avx")) return {encode_avx2::kEncoders, &encode_avx2::kFeedback};
+  if (starts_with(isa, "amx") || starts_with(isa, "avx512")) return {encode_avx512::kEncoders, encode_avx512::kFeedback, encode_avx512::kDescent};
+  if (starts_with(isa, "avx")) return {encode_avx2::kEncoders, encode_avx2::kFeedback, encode_avx2::kDescent};
 #endif
-  return {encode_generic::kEncoders, &encode_generic::kFeedback};
+  return {encode_generic::kEncoders, encode_generic::kFeedback, encode_generic::kDescent};
+}
+
+// Strips of rows, shared among the threads: kStripRows are whole vectors of every instruction set.
+template <class Run>
+void each_strip(int64_t rows, ThreadPool& pool, Run run) {
+  std::atomic<int64_t> next{0};
+  pool.run([&](int) {
+    for (int64_t row = next.fetch_add(kStripRows); row < rows; row = next.fetch_add(kStripRows))
+      run(row, std::min(row + kStripRows, rows));
+  });
 }
 
 }  // namespace
@@ -52,14 +66,15 @@ const Encoder& encoder_named(const std::string& format, const std::string& isa) 
   throw std::invalid_argument("no native encoder is called " + format);
 }
 
-const Feedback& feedback_of(const std::string& isa) { return *compiled_for(isa).feedback; }
+RunFeedback feedback_of(const std::string& isa) { return compiled_for(isa).feedback; }
+RunDescent descent_of(const std::string& isa) { return compiled_for(isa).descent; }
 
 void run_feedback(RunFeedback run, const FeedbackTask& task, ThreadPool& pool) {
-  std::atomic<int64_t> next{0};
-  pool.run([&](int) {
-    for (int64_t row = next.fetch_add(kRowsPerTurn); row < task.rows; row = next.fetch_add(kRowsPerTurn))
-      run(task, row, std::min(row + kRowsPerTurn, task.rows));
-  });
+  each_strip(task.rows, pool, [&](int64_t first, int64_t last) { run(task, first, last); });
+}
+
+void run_descent(RunDescent run, const DescentTask& task, ThreadPool& pool) {
+  each_strip(task.rows, pool, [&](int64_t first, int64_t last) { run(task, first, last); });
 }
 
 int64_t encode_all(const Encoder& encoder, const EncodeTask& task, ThreadPool& pool) {

@@ -1,2 +1,2 @@
+#include "descent.inl.hpp"
 #include "encode.inl.hpp"
-#include "feedback.inl.hpp"

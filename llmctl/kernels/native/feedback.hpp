@@ -1,5 +1,5 @@
-// Columns of a matrix rounded in turn, each told of the errors of those before it: the sequential part of GPTQ and of coordinate
-// descent, for one block of columns. Rows do not touch each other, so a lane of a vector is a row and results are the same on
+// Columns of a matrix rounded in turn, each told of the errors of those before it: the sequential part of GPTQ, for one block of
+// columns. Rows do not touch each other, so a lane of a vector is a row and results are the same on
 // every instruction set, and equal to kernels/feedback.py, the definition. Products between blocks are the caller's.
 #pragma once
 
@@ -28,12 +28,8 @@ struct FeedbackTask {
 // Rows first .. last - 1.
 using RunFeedback = void (*)(const FeedbackTask& task, int64_t first, int64_t last);
 
-struct Feedback {
-  RunFeedback feed_back, refine;
-};
-
 // Of an instruction set as cpu.hpp names them.
-const Feedback& feedback_of(const std::string& isa);
+RunFeedback feedback_of(const std::string& isa);
 
 // All rows, shared among the threads.
 void run_feedback(RunFeedback run, const FeedbackTask& task, ThreadPool& pool);

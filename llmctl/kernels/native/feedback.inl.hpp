@@ -1,4 +1,4 @@
-// The kernels of feedback.hpp for the instruction set this is compiled for.
+// The kernel of feedback.hpp for the instruction set this is compiled for.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,8 @@ inline void store_rows(float* column, int64_t row, int64_t last, F32 x) {
 }
 
 // The nearest level: whole numbers half to even, of a table the higher in the middle of two.
-inline F32 nearest_level(const FeedbackTask& task, F32 x) {
+template <class Task>
+F32 nearest_level(const Task& task, F32 x) {
   if (!task.table) return rounded(max(min(x, splat(task.highest)), splat(task.lowest)), task.lowest, task.highest);
   F32 level = splat(task.table[0]);
   for (int64_t i = 1; i < task.table_size; i++) {
@@ -64,27 +65,7 @@ inline void feed_back(const FeedbackTask& task, int64_t first, int64_t last) {
   }
 }
 
-// values: half the gradient of the loss. A column moves to the level nearest to where its gradient would be zero; the gradients of
-// the columns after it follow. changes: of the elements.
-inline void refine(const FeedbackTask& task, int64_t first, int64_t last) {
-  F32 gradient[kMostColumns];
-  for (int64_t row = first; row < last; row += kLanes) {
-    for (int64_t i = 0; i < task.columns; i++) gradient[i] = load_rows(task.values + i * task.rows, row, last);
-    for (int64_t i = 0; i < task.columns; i++) {
-      const Scales scales(task, i, row, last);
-      const F32 old = scales.value(load_rows(task.levels + i * task.rows, row, last));
-      const F32 level = nearest_level(task, (old - gradient[i] * task.pivots[i] - scales.offset) * scales.inverse);
-      const F32 change = scales.value(level) - old;
-      store_rows(task.levels + i * task.rows, row, last, level);
-      store_rows(task.changes + i * task.rows, row, last, change);
-      if (!any(change != 0)) continue;
-      const float* couplings = task.couplings + i * task.columns;
-      for (int64_t k = i + 1; k < task.columns; k++) gradient[k] += couplings[k] * change;
-    }
-  }
-}
-
-extern const Feedback kFeedback;
-const Feedback kFeedback = {feed_back, refine};
+extern const RunFeedback kFeedback;
+const RunFeedback kFeedback = feed_back;
 
 }  // namespace llmctl::LLMCTL_ENCODE
