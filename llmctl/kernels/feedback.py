@@ -3,7 +3,7 @@
 Arrays are column by row, float32. What happens between the columns of one block is native where the extension is there; the
 definition in numpy gives the same numbers. What a block does to all later columns is one matrix product.
 
-GPTQ: Frantar et al. 2022, arXiv 2210.17323.
+GPTQ: Frantar et al. 2022, arXiv 2210.17323, in the form of Chee et al. 2023 (QuIP), see quant/gptq.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llmctl.kernels.formats.grids import BlockGrid
+from llmctl.kernels.formats.grids import BlockGrid, GridSpec
 from llmctl.kernels.native import instruction_set, why_missing
 
 F = np.float32
@@ -31,44 +31,33 @@ class Feedback:
     ) -> np.ndarray:
         """Levels (K, N) of weights (K, N), which are left as they are.
 
-        factor: (K, K) upper triangular, of the inverse Hessian H⁻¹ = UᵀU with columns in `order`. order: (K,), the columns as
-        they are rounded. grid: steps and offsets are kept. isa: instruction set instead of the best, for tests.
+        factor: (K, K) unit upper triangular U of the Hessian U·D·Uᵀ, columns in `order`. order: (K,), the columns as they are
+        rounded. grid: steps and offsets are kept. isa: instruction set instead of the best, for tests.
         """
         rest, levels = weights[order], np.empty(weights.shape, F)
         groups = (order // grid.spec.group_size).astype(np.int32)
-        pivots = F(1) / np.diagonal(factor)
+        scales = (grid.steps, inverse(grid.steps), grid.offsets)
         for start, stop in _blocks(len(rest)):
             part, errors = rest[start:stop], np.empty_like(rest[start:stop])
-            found = np.empty_like(part)
-            inside = np.ascontiguousarray(factor[start:stop, start:stop])
-            self._run(part, found, errors, inside, pivots[start:stop], groups[start:stop], grid, isa)
+            found, inside = np.empty_like(part), np.ascontiguousarray(factor[start:stop, start:stop])
+            columns = (weights[order[start:stop]], part, found, errors, inside, groups[start:stop])
+            self._run(columns, scales, grid.spec, isa)
             levels[order[start:stop]] = found
             rest[stop:] -= factor[start:stop, stop:].T @ errors
         return levels
 
-    def _run(
-        self,
-        values: np.ndarray,
-        levels: np.ndarray,
-        changes: np.ndarray,
-        couplings: np.ndarray,
-        pivots: np.ndarray,
-        groups: np.ndarray,
-        grid: BlockGrid,
-        isa: str | None,
-    ) -> None:
-        arguments = (values, levels, changes, couplings, pivots, groups, grid.steps, inverse(grid.steps), grid.offsets)
-        spec = grid.spec
+    def _run(self, columns: tuple, scales: tuple, spec: GridSpec, isa: str | None) -> None:
+        """One block of columns: its levels and errors are filled in."""
         table = spec.table() if spec.table is not None else None
         if why_missing() is not None:
-            _feed_back(*arguments, spec.lowest, spec.highest, table)
+            _feed_back(*columns, *scales, spec.lowest, spec.highest, table)
             return
         from llmctl.kernels.native import _native
 
         if self._pool is None:
             instruction_set()  # what LLMCTL_ISA says is settled now
             self._pool = _native.ThreadPool(self._threads)
-        _native.feed_back(self._pool, *arguments, spec.lowest, spec.highest, table, isa)
+        _native.feed_back(self._pool, *columns, *scales, spec.lowest, spec.highest, table, isa)
 
 
 def inverse(values: np.ndarray) -> np.ndarray:
@@ -89,9 +78,10 @@ def nearest_level(values: np.ndarray, lowest: float, highest: float, table: np.n
     return table[np.searchsorted((table[:-1] + table[1:]) / F(2), values, side="right")]
 
 
-def _feed_back(values, levels, changes, couplings, pivots, groups, steps, inverses, offsets, *grid) -> None:
+def _feed_back(wanted, values, levels, errors, couplings, groups, steps, inverses, offsets, *grid) -> None:
+    """values: used up."""
     for i, group in enumerate(groups):
         offset = offsets[group] if offsets is not None else F(0)
         levels[i] = nearest_level((values[i] - offset) * inverses[group], *grid)
-        changes[i] = (values[i] - (steps[group] * levels[i] + offset)) * pivots[i]
-        values[i + 1 :] -= couplings[i, i + 1 :, None] * changes[i]
+        errors[i] = steps[group] * levels[i] + offset - wanted[i]
+        values[i + 1 :] -= couplings[i, i + 1 :, None] * errors[i]

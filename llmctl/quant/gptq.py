@@ -19,6 +19,7 @@ BLOCK = 128
 DAMPING = 0.05
 """See `grid_gptq.DAMPING`."""
 _LADDER = (1, 3, 10, 30)
+_PIECE = 1 << 20  # numbers that are moved at once
 _FLOOR = 1e-3  # of the mean of the diagonal, for eigenvalues, where no damping of the ladder was enough
 
 
@@ -63,12 +64,27 @@ def _reordered(hessian: torch.Tensor, order: torch.Tensor, dead: torch.Tensor, m
 
 
 def _upper(backwards: torch.Tensor) -> torch.Tensor | None:
-    """U of the matrix with its rows and columns turned around, which is used up; None if it is not positive definite."""
-    lower, info = torch.linalg.cholesky_ex(backwards, out=(backwards, torch.empty((), dtype=torch.int32)))
+    """U of the matrix with its rows and columns turned around, made in its place; None if that is not positive definite."""
+    columns = backwards.T  # the same numbers, in the order that LAPACK works on without a copy
+    lower, info = torch.linalg.cholesky_ex(columns, out=(columns, torch.empty((), dtype=torch.int32)))
     if int(info) or not bool(torch.isfinite(lower.diagonal()).all()):
         return None
-    upper = lower.flip(0, 1)
+    # In memory this is Lᵀ row by row: turned around from the end it is Lᵀ turned, whose own transpose is the upper factor.
+    _turn_around(backwards)
+    upper = backwards.T
     return upper.div_(upper.diagonal().clone())
+
+
+def _turn_around(matrix: torch.Tensor) -> None:
+    """The last number becomes the first."""
+    flat = matrix.view(-1)
+    half = len(flat) // 2
+    for start in range(0, half, _PIECE):
+        stop = min(start + _PIECE, half)
+        front, back = flat[start:stop], flat[len(flat) - stop : len(flat) - start]
+        kept = front.clone()
+        front.copy_(back.flip(0))
+        back.copy_(kept.flip(0))
 
 
 def loss(weight: torch.Tensor, values: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,8 @@ class Case:
         self.hessian = inputs.T @ inputs / np.float32(700) + np.float32(0.01) * np.eye(COLUMNS, dtype=np.float32)
         self.order = np.argsort(-np.diagonal(self.hessian))
         turned = self.hessian[np.ix_(self.order, self.order)].astype(np.float64)
-        self.factor = np.linalg.cholesky(np.linalg.inv(turned)).T.astype(np.float32)
+        upper = np.linalg.cholesky(turned[::-1, ::-1])[::-1, ::-1]
+        self.factor = (upper / np.diagonal(upper)).astype(np.float32)
         self.name = name
 
     def grid(self) -> BlockGrid:

@@ -33,23 +33,24 @@ bool is(const Array& array, int64_t first, int64_t second) {
   return static_cast<int64_t>(array.shape(0)) == first && static_cast<int64_t>(array.shape(1)) == second;
 }
 
-void feed_back(ThreadPool& pool, const Changed& values, const Changed& levels, const Changed& changes,
-         const Matrix& couplings, const Vector& pivots, const Indices& groups, const Matrix& steps, const Matrix& inverses,
-         const std::optional<Matrix>& offsets, float lowest, float highest, const std::optional<Vector>& table,
-         const std::optional<std::string>& isa) {
+void feed_back(ThreadPool& pool, const Matrix& wanted, const Matrix& values, const Changed& levels, const Changed& errors,
+               const Matrix& couplings, const Indices& groups, const Matrix& steps, const Matrix& inverses,
+               const std::optional<Matrix>& offsets, float lowest, float highest, const std::optional<Vector>& table,
+               const std::optional<std::string>& isa) {
   const int64_t columns = values.shape(0), rows = values.shape(1), count = steps.shape(0);
   check(columns <= kMostColumns, "a block has 128 columns at most");
-  check(is(levels, columns, rows) && is(changes, columns, rows), "values, levels and changes must be alike");
-  check(is(couplings, columns, columns) && static_cast<int64_t>(pivots.shape(0)) == columns, "couplings and pivots must fit the columns");
+  check(is(wanted, columns, rows) && is(levels, columns, rows) && is(errors, columns, rows), "all columns must be alike");
+  check(is(couplings, columns, columns), "couplings must fit the columns");
   check(is(steps, count, rows) && is(inverses, count, rows) && (!offsets || is(*offsets, count, rows)), "scales must fit the rows");
   check(static_cast<int64_t>(groups.shape(0)) == columns, "every column needs a group");
   for (int64_t i = 0; i < columns; i++)
     check(groups.data()[i] >= 0 && groups.data()[i] < count, "groups must be there");
   check(!table || table->shape(0) > 0, "a table needs levels");
   const RunFeedback kernel = feedback_of(isa ? kernels_named(*isa).name : active_kernels()->name);
-  const FeedbackTask task{rows, columns, couplings.data(), pivots.data(), groups.data(), steps.data(), inverses.data(),
+  const FeedbackTask task{rows, columns, couplings.data(), groups.data(), steps.data(), inverses.data(),
                           offsets ? offsets->data() : nullptr, lowest, highest, table ? table->data() : nullptr,
-                          table ? static_cast<int64_t>(table->shape(0)) : 0, values.data(), levels.data(), changes.data()};
+                          table ? static_cast<int64_t>(table->shape(0)) : 0, wanted.data(), values.data(), levels.data(),
+                          errors.data()};
   nb::gil_scoped_release release;
   run_feedback(kernel, task, pool);
 }
@@ -81,10 +82,9 @@ void descend(ThreadPool& pool, int64_t passes, const Matrix& hessian, const Vect
 }  // namespace
 
 void bind_feedback(nb::module_& m) {
-  m.def("feed_back", &feed_back, nb::arg("pool"), nb::arg("values"), nb::arg("levels"), nb::arg("changes"),
-        nb::arg("couplings"), nb::arg("pivots"), nb::arg("groups"), nb::arg("steps"), nb::arg("inverses"),
-        nb::arg("offsets") = nb::none(), nb::arg("lowest") = 0.f, nb::arg("highest") = 0.f, nb::arg("table") = nb::none(),
-        nb::arg("isa") = nb::none());
+  m.def("feed_back", &feed_back, nb::arg("pool"), nb::arg("wanted"), nb::arg("values"), nb::arg("levels"), nb::arg("errors"),
+        nb::arg("couplings"), nb::arg("groups"), nb::arg("steps"), nb::arg("inverses"), nb::arg("offsets") = nb::none(),
+        nb::arg("lowest") = 0.f, nb::arg("highest") = 0.f, nb::arg("table") = nb::none(), nb::arg("isa") = nb::none());
   m.def("descend", &descend, nb::arg("pool"), nb::arg("passes"), nb::arg("hessian"), nb::arg("pivots"), nb::arg("wanted"),
         nb::arg("levels"), nb::arg("steps"), nb::arg("offsets") = nb::none(), nb::arg("units") = nb::none(),
         nb::arg("offset_units") = nb::none(), nb::arg("least_code") = 0.f, nb::arg("greatest_code") = 0.f,

@@ -11,18 +11,20 @@
 namespace llmctl {
 
 // A block of `columns` columns of a matrix with `rows` rows, stored column by column. An element is step * level + offset.
-// couplings: [columns][columns], above the diagonal. pivots: [columns]. groups: [columns], which of `steps` a column has.
-// steps, inverses (1 / step, or 0), offsets: [groups][rows]; offsets may be null. table: ascending levels, null where levels are
-// the whole numbers lowest .. highest. values: [columns][rows], used up. levels, changes: [columns][rows].
+// couplings: [columns][columns], above the diagonal. groups: [columns], which of `steps` a column has. steps, inverses (1 / step,
+// or 0), offsets: [groups][rows]; offsets may be null. table: ascending levels, null where levels are the whole numbers
+// lowest .. highest. wanted: [columns][rows], the weights. values: the same after what the columns before this block brought.
+// levels, errors: [columns][rows], the errors being those of the values that come out.
 struct FeedbackTask {
   int64_t rows, columns;
-  const float *couplings, *pivots;
+  const float* couplings;
   const int32_t* groups;
   const float *steps, *inverses, *offsets;
   float lowest, highest;
   const float* table;
   int64_t table_size;
-  float *values, *levels, *changes;
+  const float *wanted, *values;
+  float *levels, *errors;
 };
 
 // Rows first .. last - 1.

@@ -48,7 +48,7 @@ struct Scales {
   F32 value(F32 level) const { return step * level + offset; }
 };
 
-// values: the weights. A column is rounded; its error, times its pivot, is taken from the columns after it. changes: those errors.
+// A column is rounded; what it is off by then is taken from the columns after it.
 inline void feed_back(const FeedbackTask& task, int64_t first, int64_t last) {
   F32 w[kMostColumns];
   for (int64_t row = first; row < last; row += kLanes) {
@@ -56,11 +56,11 @@ inline void feed_back(const FeedbackTask& task, int64_t first, int64_t last) {
     for (int64_t i = 0; i < task.columns; i++) {
       const Scales scales(task, i, row, last);
       const F32 level = nearest_level(task, (w[i] - scales.offset) * scales.inverse);
-      const F32 error = (w[i] - scales.value(level)) * task.pivots[i];
+      const F32 error = scales.value(level) - load_rows(task.wanted + i * task.rows, row, last);
       const float* couplings = task.couplings + i * task.columns;
       for (int64_t k = i + 1; k < task.columns; k++) w[k] -= couplings[k] * error;
       store_rows(task.levels + i * task.rows, row, last, level);
-      store_rows(task.changes + i * task.rows, row, last, error);
+      store_rows(task.errors + i * task.rows, row, last, error);
     }
   }
 }
