@@ -75,7 +75,7 @@ CALIBRATION = {
     f"quant/{name}.py"
     for name in (
         *("activations", "awq", "calibrated", "capture", "gptq", "integer_grid", "module_solver", "pipeline"),
-        *("divergence", "smoothing", "statistics", "walk"),
+        *("divergence", "grid_gptq", "smoothing", "statistics", "walk"),
     )
 }
 
