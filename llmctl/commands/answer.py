@@ -33,11 +33,14 @@ def stream_answer(
 
     stream = generate_text(engine, tokenizer, token_ids, params, stop)
     answer = Completion(stream.sequence, stream.stats)
-    console.detail(f"seed: {answer.seed}")
+    if engine.speculation is None:
+        console.detail(f"seed: {answer.seed}")
     with contextlib.closing(stream), on_interrupt(stream.cancel):
         for event in stream:
             answer.take(event)
             take(event)
+    if engine.speculation is not None and answer.seed is not None:  # only now is it known that there is one
+        console.detail(f"seed: {answer.seed}")
     return answer
 
 

@@ -102,7 +102,7 @@ def timings(stats: GenerationStats, load_s: float) -> dict[str, float | None]:
     }
 
 
-def sampling_fields(params: SamplingParams, request: Request, seed: int) -> dict[str, Any]:
+def sampling_fields(params: SamplingParams, request: Request, seed: int | None) -> dict[str, Any]:
     """How tokens were chosen, in JSON's own types."""
     left_out = ("constraints", "dry_breakers", "samplers")  # functions, ids of the texts below, and what "order" says
     values = {field.name: getattr(params, field.name) for field in fields(params) if field.name not in left_out}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -20,7 +19,7 @@ from llmctl.commands.answer import (
 )
 from llmctl.commands.draft import describe_loss
 from llmctl.commands.saved_chat import PromptCache
-from llmctl.errors import LlmctlError
+from llmctl.errors import LlmctlError, OutputError
 
 if TYPE_CHECKING:
     from llmctl.commands.session import Session
@@ -85,7 +84,7 @@ def _generate(session: Session, engine: Any, token_ids: list[int]) -> Completion
     if request.json:
         return stream_answer(engine, tokenizer, token_ids, params, request.stop, lambda event: None)
     if request.json_lines:
-        return stream_answer(engine, tokenizer, token_ids, params, request.stop, _events(session, len(token_ids)))
+        return _stream_events(session, engine, token_ids)
     tail = [""]
 
     def show(event: TextEvent) -> None:
@@ -102,15 +101,22 @@ def _generate(session: Session, engine: Any, token_ids: list[int]) -> Completion
             console.result()
 
 
-def _events(session: Session, prompt_tokens: int) -> Callable[[TextEvent], None]:
-    """Begins the lines of --json-lines; returns what writes one for each token."""
-    console.print_json({"event": "start", "model": session.request.name, "prompt_tokens": prompt_tokens}, indent=None)
+def _stream_events(session: Session, engine: Any, token_ids: list[int]) -> Completion:
+    """The lines of --json-lines, but for the last one; an answer that fails has its error there. Errors: LlmctlError."""
+    tokenizer, params = session.opened.tokenizer, session.params
+    console.print_json({"event": "start", "model": session.request.name, "prompt_tokens": len(token_ids)}, indent=None)
 
     def write(event: TextEvent) -> None:
         if event.text or event.token_id is not None:
-            console.print_json(answer_json.token_event(session.opened.tokenizer, session.params, event), indent=None)
+            console.print_json(answer_json.token_event(tokenizer, params, event), indent=None)
 
-    return write
+    try:
+        return stream_answer(engine, tokenizer, token_ids, params, session.request.stop, write)
+    except OutputError:  # nobody reads any more
+        raise
+    except LlmctlError as error:
+        console.print_json({"event": "error", "error": str(error)}, indent=None)
+        raise
 
 
 def _report(session: Session, model: LoadedModel, answer: Completion, load_s: float) -> None:

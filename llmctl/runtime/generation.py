@@ -256,20 +256,23 @@ class Batch:
 
 
 class Completion:
-    """An answer so far: its text, the tokens as they were drawn, why it ended ("abort": it did not; error: what went wrong), the
-    seed.
+    """An answer so far: its text, the tokens as they were drawn, why it ended ("abort": it did not; error: what went wrong).
 
     stats: of whoever measures them; without, only counts, since times have no meaning for one of several.
     """
 
     def __init__(self, sequence: Sequence, stats: GenerationStats | None = None) -> None:
         self._sequence, self._stats = sequence, stats
-        self.seed = sequence.sampler.seed
         self.text = ""
         self.tokens: list[SampledToken] = []
         self.finish_reason: FinishReason = "abort"
         self.stop_string: str | None = None
         self.error: LlmctlError | None = None
+
+    @property
+    def seed(self) -> int | None:
+        """What makes the same answer again; None where nothing does: see `Sampler`."""
+        return self._sequence.sampler.seed
 
     @property
     def stats(self) -> GenerationStats:

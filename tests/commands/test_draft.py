@@ -70,6 +70,24 @@ def test_what_comes_behind_a_stop_string_is_not_counted(call, scripted: Path) ->
     assert (stats["drafted"], stats["accepted"]) == (7, 2)
 
 
+def test_a_seed_draws_the_same_text_with_a_draft_as_without(call, scripted: Path) -> None:
+    run = ("run", scripted, "-p", "R", "--no-chat", "-n", "40", "--json")
+    plain = json.loads(call(*run, "--seed", "5").out)
+    for draft in ("ngram", "self:Q8_0", scripted):
+        found = json.loads(call(*run, "--seed", "5", "--draft", draft, "--num-draft-tokens", "4").out)
+        assert (found["token_ids"], found["sampling"]["seed"]) == (plain["token_ids"], 5)
+
+
+def test_the_seed_that_is_told_makes_the_answer_again_or_none_is_told(call, scripted: Path) -> None:
+    run = ("run", scripted, "-p", "R", "--no-chat", "-n", "40", "--json")
+    number = ("--num-draft-tokens", "4")
+    found = json.loads(call(*run, "--draft", "ngram", *number).out)
+    again = json.loads(call(*run, "--seed", found["sampling"]["seed"]).out)
+    assert again["token_ids"] == found["token_ids"]
+    assert json.loads(call(*run, "--draft", scripted, *number).out)["sampling"]["seed"] is None
+    assert "seed: " not in call(*run, "--draft", scripted, *number, "--verbose").err
+
+
 STRUCTURES = {
     "--regex": "( one| two| three){6}!",
     "--json-schema": '{"type":"array","items":{"enum":["a","bb"]},"minItems":2,"maxItems":4}',

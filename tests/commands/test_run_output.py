@@ -180,6 +180,15 @@ def test_events_come_one_a_line_and_say_what_the_document_says(call, scripted):
     assert done.err == ""
 
 
+def test_an_error_in_the_middle_is_the_last_event(call, scripted):
+    run = ("run", scripted, "-p", "A", "--no-chat", "--json-lines", "--temp", "0")
+    done = call(*run, "--regex", "Paris is the answer.", "--ban", " is")
+    events = [json.loads(line) for line in done.out.splitlines()]
+    assert [event["event"] for event in events] == ["start", "token", "error"]
+    assert done.code == 1
+    assert events[-1]["error"] in done.err
+
+
 def test_logprobs_are_probabilities_and_hold_the_tokens_true_bytes(call, scripted):
     got = document(call("run", scripted, "-p", "E", "--no-chat", "--json", "--logprobs", "3", "--temp", "0"))
     entries = got["logprobs"]

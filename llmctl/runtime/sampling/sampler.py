@@ -38,12 +38,13 @@ class Sampler:
     """Draws tokens for one sequence. Its generator is its own, so a draw depends on the seed and the sequence alone:
     not on threads, and not on what else shares the batch.
 
+    seed: given again it brings the same answer; None once the odds of a draft have decided, which no seed repeats.
     constraint_s: seconds that went to the constraints so far.
     """
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
-        self.seed = fresh_seed() if params.seed is None else params.seed
+        self.seed: int | None = fresh_seed() if params.seed is None else params.seed
         self._generator = np.random.Generator(np.random.PCG64(self.seed))
         self._is_greedy = params.is_greedy
         self._steps = params.penalty_steps if params.is_greedy else steps.fused(params.steps)
@@ -134,7 +135,10 @@ class Sampler:
         if pool.ids is None and proposal is None:
             return draw_from_all(pool.logits, self._generator.random())
         ids, weights = _odds(pool)
-        chosen = self._place(weights) if proposal is None else choose(ids, weights, proposal, self._generator)
+        if proposal is None:
+            chosen = self._place(weights)
+        else:
+            chosen, self.seed = choose(ids, weights, proposal, self._generator), None
         if self.params.mirostat_tau is not None:
             surprise = -math.log2(weights[chosen] / weights.sum())
             self._surprise_limit -= self.params.mirostat_eta * (surprise - self.params.mirostat_tau)
