@@ -84,7 +84,8 @@ def expected_tokens(acceptance: float, num_drafted: int) -> float:
 class Calibration:
     """How often drafted tokens were taken, by how sure the draft was of them: at first, as often as it says."""
 
-    _PARTS, _PRIOR, _FADING = 10, 2.0, 0.98
+    _PARTS, _PRIOR = 10, 2.0
+    _FADING, _FORGETTING = 0.98, 0.995  # of what is known, for every token judged and for every one left out
 
     def __init__(self) -> None:
         self._accepted, self._judged = [0.0] * self._PARTS, [0.0] * self._PARTS
@@ -97,18 +98,18 @@ class Calibration:
 
     def record(self, confidence: float, accepted: bool) -> None:
         """A token was judged."""
-        self._fade(confidence)
+        self._fade(confidence, self._FADING)
         self._accepted[self._part(confidence)] += accepted
         self._judged[self._part(confidence)] += 1.0
 
     def skip(self, confidence: float) -> None:
         """A token was not worth its cost. What is known of its like fades, so that it is tried again some time."""
-        self._fade(confidence)
+        self._fade(confidence, self._FORGETTING)
 
-    def _fade(self, confidence: float) -> None:
+    def _fade(self, confidence: float, share: float) -> None:
         part = self._part(confidence)
-        self._accepted[part] *= self._FADING
-        self._judged[part] *= self._FADING
+        self._accepted[part] *= share
+        self._judged[part] *= share
 
     def _part(self, confidence: float) -> int:
         return min(int(confidence * self._PARTS), self._PARTS - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -54,9 +55,10 @@ class NgramDrafter:
     follows from the run's length and from whether the same token came after it each time.
     """
 
-    name, cost, prefill_s = "ngram", 0.0, 0.0
+    name, cost = "ngram", 0.0
 
     def __init__(self) -> None:
+        self.prefill_s = 0.0
         self._indexes: dict[Sequence, _Index] = {}
 
     def propose(self, wishes: list[Wish], chance: Callable[[float], float]) -> list[list[Proposal]]:
@@ -64,7 +66,8 @@ class NgramDrafter:
         return [self._continue(wish.sequence, wish.count) for wish in wishes]
 
     def _continue(self, sequence: Sequence, count: int) -> list[Proposal]:
-        index = self._indexes.setdefault(sequence, _Index())
+        if (index := self._indexes.get(sequence)) is None:
+            index = self._indexes[sequence] = self._begin(sequence)
         index.read(sequence.token_ids)
         proposals: list[Proposal] = []
         recent = sequence.token_ids[-LONGEST_MATCH:]
@@ -72,6 +75,13 @@ class NgramDrafter:
             proposals.append(proposal)
             recent = [*recent[1 - LONGEST_MATCH :], proposal.token_id]
         return proposals
+
+    def _begin(self, sequence: Sequence) -> _Index:
+        """The index of a text that was not seen before."""
+        index, begin = _Index(), time.perf_counter()
+        index.read(sequence.token_ids)
+        self.prefill_s += time.perf_counter() - begin
+        return index
 
     def forget(self, sequence: Sequence) -> None:
         """As `Drafter.forget`."""

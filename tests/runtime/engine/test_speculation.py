@@ -386,6 +386,40 @@ def test_a_useless_draft_costs_little_and_is_tried_again_ever_later(stub_model, 
     assert stats.rounds >= 3
 
 
+STAIRS = (1.0, 1.02, 1.35, 1.1, 1.35, 1.4, 1.6, 1.2)
+
+
+class Wrong(NgramDrafter):
+    """Finds what others find, and says something else."""
+
+    def propose(self, wishes, chance):
+        drafts = super().propose(wishes, chance)
+        return [[dataclasses.replace(each, token_id=(each.token_id + 1) % VOCAB) for each in draft] for draft in drafts]
+
+
+@pytest.mark.parametrize(("drafter", "least", "most"), [(NgramDrafter, 4.0, 6.7), (Wrong, 0.97, 1.0)])
+def test_ngrams_pay_where_a_text_repeats_itself_and_cost_little_where_they_are_wrong(
+    stub_model, clock: Clock, drafter: type[NgramDrafter], least: float, most: float
+) -> None:
+    """A text of 40 tokens again and again, on kernels that are slower for three tokens than for four."""
+    text = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()
+    target = stub_model(lambda ids: np.eye(VOCAB)[text[len(ids) % 40]], context_length=700, max_cache_bytes=1 << 26)
+    forward = target.decoder.forward
+
+    def timed_forward(batch, cache, rows):
+        clock.now += STAIRS[min(len(batch.token_ids), 8) - 1]
+        return forward(batch, cache, rows)
+
+    target.decoder.forward = timed_forward
+    engine = Engine(target, speculation=Speculation(drafter()))
+    engine.add(text * 2, SamplingParams(temperature=0, max_tokens=513))
+    engine.step()
+    begin = clock.now
+    drain(engine)
+    assert least <= 512 / (clock.now - begin) <= most
+    assert engine.speculation.stats.speedup == pytest.approx(512 / (clock.now - begin), rel=0.01)
+
+
 def test_a_draft_that_turns_good_is_taken_up_again(stub_model, clock: Clock) -> None:
     def late(ids: list[int]) -> np.ndarray:
         return wrong(ids) if len(ids) < 30 else mixed(ids)
