@@ -74,7 +74,7 @@ def test_commands_import_nothing_heavy_before_they_run(file: Path) -> None:
 CALIBRATION = {
     f"quant/{name}.py"
     for name in (
-        *("activations", "awq", "calibrated", "capture", "gptq", "integer_grid", "module_solver", "pipeline"),
+        *("activations", "awq", "calibrated", "capture", "gptq", "integer_descent", "integer_grid", "module_solver", "pipeline"),
         *("divergence", "grid_gptq", "smoothing", "statistics", "walk"),
     )
 }

@@ -44,7 +44,7 @@ from llmctl.runtime.tokenizer import load_tokenizer
 FitProgress = Callable[[str, int, int], None]
 GROUP_SIZES = (128, 64, 32)
 """What is tried where none is asked for, the first that divides the rows of every quantized matrix."""
-_VERSION = 1  # of the algorithm: unfinished runs of another one are not gone on with
+_VERSION = 2  # of the algorithm: unfinished runs of another one are not gone on with
 _HELD_OUT = 8
 
 

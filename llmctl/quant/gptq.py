@@ -8,6 +8,8 @@ order in which columns are taken, that of falling activation, costs nothing when
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -26,12 +28,14 @@ _FLOOR = 1e-3  # of the mean of the diagonal, for eigenvalues, where no damping 
 @dataclass(frozen=True)
 class Factor:
     """H = U·D·Uᵀ of the columns in `order`. upper: U [K, K]. dead: columns of the weight that nothing was multiplied by.
-    damping: what was added, as a part of the mean of the diagonal. note: what had to be done, None if all went well."""
+    damping: what was added, as a part of the mean of the diagonal. note: what had to be done, None if all went well.
+    ridge: float32 [K], what the diagonal got in the order of the columns."""
 
     order: torch.Tensor
     upper: torch.Tensor
     dead: torch.Tensor
     damping: float
+    ridge: torch.Tensor
     note: str | None = None
 
 
@@ -50,10 +54,26 @@ def factorize(hessian: torch.Tensor, *, damping: float = DAMPING, activation_ord
         reordered.diagonal().add_(damping * step * mean)
         if (upper := _upper(reordered)) is not None:
             note = None if step == 1 else f"damping raised to {damping * step:g}"
-            return Factor(order, upper, dead, damping * step, note)
+            return Factor(order, upper, dead, damping * step, _ridge(dead, mean, damping * step), note)
     values, vectors = torch.linalg.eigh(_reordered(hessian, backwards, dead, mean).double())
     upper = _upper(((vectors * values.clamp(min=_FLOOR * mean)) @ vectors.T).float())
-    return None if upper is None else Factor(order, upper, dead, 0.0, "eigenvalues raised to a floor")
+    ridge = _ridge(dead, mean, damping)  # not what made the factor, but good enough to go on with
+    return None if upper is None else Factor(order, upper, dead, 0.0, ridge, "eigenvalues raised to a floor")
+
+
+def _ridge(dead: torch.Tensor, mean: float, damping: float) -> torch.Tensor:
+    return torch.where(dead, mean, damping * mean)
+
+
+@contextmanager
+def damped(hessian: torch.Tensor, ridge: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Within: the Hessian with its damping, in the same memory, for it may be the largest thing there is."""
+    diagonal = hessian.diagonal().clone()
+    hessian.diagonal().add_(ridge)
+    try:
+        yield hessian
+    finally:
+        hessian.diagonal().copy_(diagonal)
 
 
 def _reordered(hessian: torch.Tensor, order: torch.Tensor, dead: torch.Tensor, mean: float) -> torch.Tensor:

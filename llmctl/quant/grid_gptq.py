@@ -11,7 +11,6 @@ Pure: (weight, Hessian, format, importance) → the rounded tensor. Nothing here
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,16 +120,6 @@ class Prepared:
     order: np.ndarray
     factor: np.ndarray
 
-    @contextmanager
-    def damped(self) -> Iterator[np.ndarray]:
-        """Within: `raw` with its damping, in the same memory, for it may be the largest thing there is."""
-        diagonal = np.diagonal(self.raw).copy()
-        np.fill_diagonal(self.raw, diagonal + self.ridge)
-        try:
-            yield self.raw
-        finally:
-            np.fill_diagonal(self.raw, diagonal)
-
 
 def prepare(hessian: np.ndarray, damping: float) -> Prepared | None:
     """None where the Hessian cannot be factored. hessian: float32 (K, K), which becomes part of the result."""
@@ -140,10 +129,7 @@ def prepare(hessian: np.ndarray, damping: float) -> Prepared | None:
     factor = gptq.factorize(torch.from_numpy(raw), damping=damping)
     if factor is None:
         return None
-    dead = factor.dead.numpy()
-    mean = np.diagonal(raw)[~dead].mean(dtype=np.float64)
-    ridge = np.where(dead, mean, (factor.damping or damping) * mean).astype(F)
-    return Prepared(raw, ridge, factor.order.numpy(), factor.upper.numpy())
+    return Prepared(raw, factor.ridge.numpy(), factor.order.numpy(), factor.upper.numpy())
 
 
 def _row_ranges(rows: int) -> Iterator[tuple[int, int]]:
@@ -156,8 +142,8 @@ def _solve_rows(solver: Solver, weight: np.ndarray, hessian: Prepared, rounded: 
     wanted = np.ascontiguousarray(weight.T, F)
     grid = BlockGrid.of(rounded)
     levels = solver.feedback.feed_back(wanted, hessian.factor, hessian.order, grid)
-    with hessian.damped() as damped:
-        solver.descent.descend(wanted, damped, levels, grid, solver.passes)
+    with gptq.damped(torch.from_numpy(hessian.raw), torch.from_numpy(hessian.ridge)) as damped:
+        solver.descent.descend(wanted, damped.numpy(), levels, grid, solver.passes)
     found = grid.tensor(levels)
     before, after = (_row_losses(dequantize(tensor).T - wanted, hessian.raw) for tensor in (rounded, found))
     blocks = np.where((after <= before)[:, None], found.blocks, rounded.blocks)

@@ -19,6 +19,7 @@ from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import Format
 from llmctl.quant import gptq, grid_gptq
+from llmctl.quant.integer_descent import improve
 from llmctl.quant.integer_grid import GridValues, IntegerGrid, Search, round_to_grid, round_whole_tensor
 from llmctl.quant.statistics import Statistics
 
@@ -169,7 +170,10 @@ def _on_grid(
     if factor is None:
         return {}
     facts = {"damping": factor.damping, **({"fallback": factor.note} if factor.note else {})}
-    together = gptq.solve(torch.cat(list(weights.values())), grid, factor, importance, threads=threads)
+    weight = torch.cat(list(weights.values()))
+    together = gptq.solve(weight, grid, factor, importance, threads=threads)
+    with gptq.damped(hessian, factor.ridge) as damped:
+        together = improve(together, weight, damped, threads)
     found, first = {}, 0
     for name, weight in weights.items():
         part = together.rows(first, first + len(weight))

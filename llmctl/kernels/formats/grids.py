@@ -31,6 +31,7 @@ class GridSpec:
     group_size: elements with one step. lowest, highest: levels of an element, whole numbers, unless `table` lists them.
     scale_codes: least and greatest multiple of the block's d that a step is, and of its dmin that an offset is; None where
     they are float16 numbers of their own. has_offset: a group has an offset, subtracted (a multiple of dmin) or added (m).
+    whole_offsets: it is minus a level, lowest to highest, times the step: a zero point.
     """
 
     group_size: int
@@ -39,6 +40,7 @@ class GridSpec:
     has_offset: bool = False
     scale_codes: tuple[int, int] | None = None
     table: Callable[[], np.ndarray] | None = None
+    whole_offsets: bool = False
 
     @property
     def is_nested(self) -> bool:

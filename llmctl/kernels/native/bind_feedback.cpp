@@ -22,7 +22,7 @@ using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::c
 using Indices = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Changed = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-constexpr int64_t kMostColumns = 128, kMostGroup = 32;
+constexpr int64_t kMostColumns = 128;
 
 void check(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(message);
@@ -64,7 +64,7 @@ void descend(ThreadPool& pool, int64_t passes, const Matrix& hessian, const Vect
   const int64_t columns = levels.shape(0), rows = levels.shape(1), groups = rows_in(steps);
   check(is(wanted, columns, rows) && is(steps, groups, rows) && (!offsets || is(*offsets, groups, rows)), "rows must be alike");
   check(is(hessian, columns, columns) && static_cast<int64_t>(pivots.shape(0)) == columns, "the Hessian must fit the columns");
-  check(groups > 0 && columns % groups == 0 && columns / groups <= kMostGroup, "groups have 32 columns at most, all as many");
+  check(groups > 0 && columns % groups == 0 && columns / groups <= kMostColumns, "groups have 128 columns at most, all as many");
   const int64_t blocks = units ? static_cast<int64_t>(units->shape(0)) : groups;
   check(blocks > 0 && groups % blocks == 0 && (!units || is(*units, blocks, rows)), "units must be of whole groups");
   check(!units || !offsets || (offset_units && is(*offset_units, blocks, rows)), "offsets need units where steps have them");

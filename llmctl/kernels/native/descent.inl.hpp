@@ -10,7 +10,6 @@
 namespace llmctl::LLMCTL_ENCODE {
 
 constexpr int kVectors = kStripRows / kLanes;   // of a column of a strip
-constexpr int kMostGroup = 32;
 constexpr float kLeastCurve = 1e-30f;
 
 struct Column {   // of a strip
