@@ -88,7 +88,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class _Score:
+class Score:
     """One place: −log p of the text's token under the model and under the other, KL, 1.0 where the tops agree."""
 
     nll: float
@@ -129,7 +129,7 @@ def evaluate(
     readers = [LogitsReader(each, length, PREFILL_CHUNK) for each in (model, other) if each is not None]
     scores = []
     for number, chunk in enumerate(chunks):
-        scores += [_score(rows, target) for rows, target in _places(readers, chunk)]
+        scores += [score_place(rows, target) for rows, target in _places(readers, chunk)]
         if progress:
             progress(number + 1)
     return _summary(len(chunks), length, scores, other is not None)
@@ -146,16 +146,19 @@ def _places(readers: list[LogitsReader], chunk: list[int]) -> Iterator[tuple[tup
     return zip(rows, chunk[first + 1 :], strict=True)
 
 
-def _score(rows: tuple[np.ndarray, ...], target: int) -> _Score:
-    """Score one place by the logits [V] of one or two models."""
+def score_place(rows: tuple[np.ndarray, ...], target: int) -> Score:
+    """Score one place by the logits [V] of a model and, where there is one, of another after it.
+
+    Errors: LlmctlError if they are not numbers.
+    """
     model, other = rows[0], rows[-1]
     normalizer = _softmax_parts(model)[1]
     if len(rows) == 1:
-        return _Score(normalizer - float(model[target]))
+        return Score(normalizer - float(model[target]))
     weights, other_normalizer = _softmax_parts(other)
     # Σ p (log p − log q), with the logits' difference taken first: equal models are exactly 0 apart, others right to 1e-6.
     weighted = (weights * (other - model)).sum(dtype=np.float64) / weights.sum(dtype=np.float64)
-    return _Score(
+    return Score(
         nll=normalizer - float(model[target]),
         other_nll=other_normalizer - float(other[target]),
         kl=float(weighted) - (other_normalizer - normalizer),
@@ -172,7 +175,7 @@ def _softmax_parts(logits: np.ndarray) -> tuple[np.ndarray, float]:
     return weights, float(largest) + math.log(weights.sum(dtype=np.float64))
 
 
-def _summary(num_chunks: int, context_length: int, scores: list[_Score], compared: bool) -> Evaluation:
+def _summary(num_chunks: int, context_length: int, scores: list[Score], compared: bool) -> Evaluation:
     nll, other_nll, kl, same_top = np.array([astuple(score) for score in scores]).T
     perplexity = Estimate.mean(nll).exp()
     comparison = _comparison(nll, other_nll, kl, same_top) if compared else None

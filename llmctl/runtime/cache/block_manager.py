@@ -125,6 +125,17 @@ class GroupStats:
         return 1 - self.tokens_held / (self.pages_held * BLOCK_SIZE) if self.pages_held else 0.0
 
 
+@dataclass(frozen=True)
+class PageUse:
+    """A page in a sequence's table. index: its number there. holders: sequences that have it. is_known: a text that begins alike
+    would find it."""
+
+    index: int
+    page: int
+    holders: int
+    is_known: bool
+
+
 @dataclass
 class ReuseStats:
     """Since the start: prompts looked up, their tokens, and how many of these were found."""
@@ -168,6 +179,13 @@ class BlockManager:
         return [
             GroupStats(p.num_pages, p.num_pages - p.num_free, sum(counts.values()), p.num_remembered, p.evictions)
             for p, counts in zip(self._pools, filled, strict=True)
+        ]
+
+    def uses(self, pages: SequencePages) -> list[list[PageUse]]:
+        """Group by group the pages that a sequence holds, in order."""
+        return [
+            [PageUse(i, page, pool.holders(page), pool.is_known(page)) for i, page in enumerate(table.held, table.first)]
+            for pool, table in zip(self._pools, pages.tables, strict=True)
         ]
 
     def blocks_for(self, num_tokens: int) -> int:

@@ -62,6 +62,14 @@ class PagePool:
         """True if dropping the page once makes it free."""
         return self._holders[page] == 1
 
+    def holders(self, page: int) -> int:
+        """How many hold it."""
+        return self._holders[page]
+
+    def is_known(self, page: int) -> bool:
+        """True if it can be found by its text."""
+        return self._nodes[page] is not None
+
     def may_write(self, page: int) -> bool:
         """True if its only holder may change it: nobody else reads it, now or through the tree."""
         return self._holders[page] == 1 and self._nodes[page] is None

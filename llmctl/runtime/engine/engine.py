@@ -10,7 +10,7 @@ import numpy as np
 
 from llmctl.errors import ContextLengthError, LlmctlError, UsageError
 from llmctl.kernels.ops import StepInterrupted
-from llmctl.runtime.cache.block_manager import BlockManager, GroupStats, ReuseStats
+from llmctl.runtime.cache.block_manager import BlockManager, GroupStats, PageUse, ReuseStats
 from llmctl.runtime.cache.memory import BLOCK_SIZE, PREFILL_CHUNK, Demand, plan_cache
 from llmctl.runtime.engine.model_runner import ModelRunner
 from llmctl.runtime.engine.scheduler import ScheduledChunk, Scheduler
@@ -150,6 +150,11 @@ class Engine:
         """What the pages of every group of layers are used for."""
         running = [(s.pages, s.num_computed) for s in self._scheduler.running if s.pages is not None]
         return self._blocks.stats(running)
+
+    def page_uses(self, sequence: Sequence) -> list[list[PageUse]]:
+        """Group by group the pages that a running sequence holds."""
+        assert sequence.pages is not None, "a sequence that does not run holds no pages"
+        return self._blocks.uses(sequence.pages)
 
     @property
     def reuse_stats(self) -> ReuseStats:
