@@ -1,217 +1,203 @@
-"""llmctl inspect-kv: what the KV cache of a model costs, from its config alone."""
+"""llmctl inspect-kv: what the KV cache of a model costs, and what is in it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from llmctl.commands import console
+from llmctl.commands.conversion import ForceOption
+from llmctl.commands.kv_views import REPORTS, VIEWS, Look
 from llmctl.commands.number_list import SYNTAX, number_list
-from llmctl.commands.options import AsOption, JsonOption, ModelArgument, QuietOption
-from llmctl.errors import UnsupportedError, UsageError
+from llmctl.commands.options import (
+    ActivationsOption,
+    AsOption,
+    BackendOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    QuietOption,
+    ThreadsOption,
+)
+from llmctl.commands.run_options import FileOption, NoChatOption, PromptArgument, PromptOption
+from llmctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from llmctl.runtime.cache.memory import LayerShape
+    from llmctl.commands.session import Request
 
-DEFAULT_CONTEXT = 2048
-_LIMITS = {"layers": 10_000, "kv heads": 100_000, "head_dim": 1_000_000, "window": 1 << 40}
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The layers whose cache is counted. name: where they come from. context: what the model was trained with, if known."""
-
-    name: str
-    layers: tuple[LayerShape, ...]
-    context: int | None
+_USUAL_VIEWS = ("live", "attention")
 
 
 def inspect_kv(
     model: ModelArgument = None,
+    words: PromptArgument = None,
+    prompt: PromptOption = None,
+    file: FileOption = None,
+    session: Annotated[
+        Path | None,
+        typer.Option(
+            "--session",
+            metavar="SAVED",
+            help="Look at the text that --prompt-cache or /save has kept, and at its cache.",
+            show_default=False,
+        ),
+    ] = None,
+    view: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--view",
+            metavar="|".join(VIEWS),
+            help="What to show; a list or repeatable.",
+            show_default="plan without a prompt, live,attention with one",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="Write a report (.html), the attention maps (.png), or .json.",
+            show_default=False,
+        ),
+    ] = None,
     context: Annotated[
         list[str] | None,
         typer.Option("--ctx-size", "-c", help=f"Tokens of context: {SYNTAX}.", show_default="the model's own"),
     ] = None,
-    batch: Annotated[list[str] | None, typer.Option("--batch", help=f"Sequences: {SYNTAX}.", show_default="1")] = None,
+    batch: Annotated[
+        list[str] | None,
+        typer.Option("--batch", help=f"Sequences: {SYNTAX}. Live: so many go on from the prompt.", show_default="1"),
+    ] = None,
     kv_type: Annotated[
         list[str] | None,
-        typer.Option("--kv-type", help="Element type of the cache; a list or repeatable.", show_default="all"),
+        typer.Option(
+            "--kv-type", help="Element type of the cache; a list or repeatable. Live: the first.", show_default="all"
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            "-n",
+            min=0,
+            help="Tokens generated before the live view, and compared by what-if.",
+            show_default="0 and 32",
+        ),
+    ] = None,
+    needles: Annotated[
+        int, typer.Option("--needles", min=0, max=100, help="What-if: numbers hidden in the text, to see which caches find them.")
+    ] = 3,
+    max_memory: Annotated[
+        str | None,
+        typer.Option("--max-memory", metavar="SIZE", help="What-if: recommend what fits into 2G.", show_default=False),
     ] = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(
             "--shape",
-            metavar="LAYERS,KV_HEADS,HEAD_DIM[,WINDOW]",
-            help="Count these layers instead of a model's. WINDOW: tokens they see. Repeatable for models that mix layers.",
+            metavar="LAYERS,KV_HEADS,HEAD_DIM[,WINDOW]|NAME",
+            help="Count these layers instead of a model's, or gpt3-175b, llama2-7b, llama3-8b. WINDOW: tokens they see. "
+            "Repeatable for models that mix layers.",
         ),
     ] = None,
+    force: ForceOption = False,
+    no_chat: NoChatOption = False,
     as_family: AsOption = None,
+    threads: ThreadsOption = None,
+    activations: ActivationsOption = None,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    backend: BackendOption = "auto",
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Show what the KV cache of a model costs: bytes per token and layer, totals for context x batch x type.
+    """Show what the KV cache of a model costs, and with a prompt what is in it.
 
-    MODEL may also be a bare config.json. ALLOCATED is what the engine takes: pages for every token, in layers with a sliding
-    window for the window and for a step of the prompt. LEAST is what the next token sees.
+    plan: bytes per token and layer, totals for context x batch x type, what fits here; MODEL may be a bare config.json. live: the
+    pages of the prompt, and the ranges of its keys and values. attention: where each head looks, and the tokens that get most.
+    what-if: what other cache types would save and change. ALLOCATED is what the engine takes: pages for every token, in layers
+    with a sliding window for the window and for a step of the prompt. LEAST is what the next token sees.
     """
-    types, contexts = _types(kv_type), number_list(context or [], "--ctx-size", minimum=1)
-    batches = number_list(batch or ["1"], "--batch", minimum=1)
-    if shape and model is not None:
-        raise UsageError(f"either MODEL or --shape: both {model} and --shape {shape[0]} were given")
+    from llmctl.commands.conversion import size_in_bytes
+    from llmctl.commands.kv_plan import kv_types_of, model_subject, plan_report, shape_subject
+    from llmctl.commands.kv_views import deliver, inspect_text
+    from llmctl.commands.prompt_input import split_arguments, whole_prompt
+
+    spec, argument = split_arguments(model, words, prompt)
+    has_text = argument is not None or file is not None or session is not None
+    if session is not None and (argument is not None or file is not None):
+        raise UsageError("either a prompt or --session: both were given")
+    if shape and (spec is not None or has_text):
+        raise UsageError(f"either MODEL or --shape: both {spec or 'a text'} and --shape {shape[0]} were given")
     if shape and as_family is not None:
         raise UsageError("--as is for a MODEL: --shape says all there is to say")
-    subject = Subject("--shape", _shape_layers(shape), None) if shape else _model_subject(model, as_family)
-    contexts = contexts or [subject.context or DEFAULT_CONTEXT]
-    report = _report(subject, types, contexts, batches)
-    if json:
-        console.print_json(report)
+    look = Look(
+        views=_views(view, has_text=has_text, wants_advice=max_memory is not None),
+        contexts=number_list(context or [], "--ctx-size", minimum=1),
+        batches=number_list(batch or ["1"], "--batch", minimum=1),
+        types=kv_types_of(kv_type),
+        has_types=kv_type is not None,
+        new_tokens=max_tokens,
+        needles=needles,
+        within=size_in_bytes(max_memory, "--max-memory"),
+    )
+    _check_output(output, look, force=force)
+    if shape:
+        deliver(plan_report(shape_subject(shape), look.types, look.contexts, look.batches), look, output, json=json)
+        return
+    path = _resolve(spec)
+    if has_text:
+        request = _request(path, look, no_chat, threads, [backend, device, dtype, activations, as_family])
+        text = None if session is not None else whole_prompt(file, argument) or ""
+        document = inspect_text(request, look, text, session)
     else:
-        _print(report)
+        document = plan_report(model_subject(path, as_family), look.types, look.contexts, look.batches)
+    deliver(document, look, output, json=json)
 
 
-def _types(options: list[str] | None) -> list[str]:
-    from llmctl.kernels.kv_types import KV_TYPES, parse_kv_types
-
-    asked = [name for option in options or [] for name in parse_kv_types(option)]
-    return list(dict.fromkeys(asked)) or list(KV_TYPES)
-
-
-def _shape_layers(options: list[str]) -> tuple[LayerShape, ...]:
-    """--shape options as layers, in order. Errors: UsageError."""
-    from llmctl.runtime.cache.memory import LayerShape
-
-    layers: list[LayerShape] = []
-    for option in options:
-        parts = option.split(",")
-        if len(parts) not in (3, 4) or not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
-            raise UsageError(f"--shape {option}: expected LAYERS,KV_HEADS,HEAD_DIM or LAYERS,KV_HEADS,HEAD_DIM,WINDOW")
-        numbers = [int(part) for part in parts]
-        for number, (what, most) in zip(numbers, _LIMITS.items(), strict=False):
-            if not 1 <= number <= most:
-                raise UsageError(f"--shape {option}: {what} must be 1 to {most}, found {number}")
-        layers += [LayerShape(*numbers[1:])] * numbers[0]
-    return tuple(layers)
+def _views(options: list[str] | None, *, has_text: bool, wants_advice: bool) -> tuple[str, ...]:
+    """The views asked for, in the order of VIEWS. Errors: UsageError."""
+    asked = [name.strip().lower() for option in options or [] for name in option.split(",")]
+    unknown = next((name for name in asked if name not in VIEWS), None)
+    if unknown is not None:
+        raise UsageError(f"--view {unknown}: there is no such view; expected {', '.join(VIEWS)}")
+    chosen = {*(asked or (_USUAL_VIEWS if has_text else VIEWS[:1])), *(VIEWS[-1:] if wants_advice else ())}
+    if not has_text and (needing := [name for name in VIEWS[1:] if name in chosen]):
+        raise UsageError(f"the {needing[0]} view needs a text: a prompt, --file or --session")
+    return tuple(name for name in VIEWS if name in chosen)
 
 
-def _model_subject(spec: str | None, family: str | None) -> Subject:
-    """The layers of a model, from its config. Errors: as `resolve_model` and `read_config`."""
-    from llmctl.runtime.loading import read_config
+def _check_output(output: Path | None, look: Look, *, force: bool) -> None:
+    """Refuse what could not be written before anything is computed. Errors: UsageError, OutputError."""
+    from llmctl.quant.convert import check_target
+
+    if output is None:
+        return
+    kind = output.suffix.lower()
+    if kind not in REPORTS:
+        raise UsageError(f"-o {output}: expected a name that ends in {', '.join(REPORTS)}")
+    if kind == ".png" and "attention" not in look.views:
+        raise UsageError(f"-o {output}: the picture is of the attention view, which was not asked for")
+    check_target(output, force=force)
+
+
+def _resolve(spec: str | None) -> Path:
     from llmctl.runtime.store import DEFAULT_MODEL, resolve_model
 
-    path: Path = resolve_model(spec, progress=console.progress)
+    path = resolve_model(spec, progress=console.progress)
     if spec is None:
         console.info(f"Using {path}, the model of LLMCTL_MODEL or else {DEFAULT_MODEL}")
-    try:
-        config = read_config(path, family)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{error}; its cache can be counted with --shape LAYERS,KV_HEADS,HEAD_DIM") from error
-    return Subject(str(path), config.kv_layers(), config.max_position_embeddings)
+    return path
 
 
-def _report(subject: Subject, types: list[str], contexts: list[int], batches: list[int]) -> dict[str, Any]:
-    from llmctl.runtime.cache.memory import bytes_per_token
+def _request(path: Path, look: Look, no_chat: bool, threads: int | None, choices: list[Any]) -> Request:
+    """The model and how it runs, as for an answer."""
+    from llmctl.commands.session import Request
 
-    return {
-        "source": subject.name,
-        "num_layers": len(subject.layers),
-        "max_context": subject.context,
-        "page_tokens": _page_tokens(),
-        "layers": [_group(shape, count, types) for shape, count in _groups(subject.layers)],
-        "types": [
-            {"kv_type": t, "runs_here": _runs_here(t), "bytes_per_token": bytes_per_token(subject.layers, t)} for t in types
-        ],
-        "totals": [_total(subject.layers, t, c, b) for t in types for c in contexts for b in batches],
-    }
-
-
-def _groups(layers: tuple[LayerShape, ...]) -> list[tuple[LayerShape, int]]:
-    """Shapes and how many layers have each, in order of first appearance."""
-    return [(shape, layers.count(shape)) for shape in dict.fromkeys(layers)]
-
-
-def _group(shape: LayerShape, count: int, types: list[str]) -> dict[str, Any]:
-    from llmctl.runtime.cache.memory import layer_bytes_per_token
-
-    return {
-        "count": count,
-        "num_kv_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "sliding_window": shape.sliding_window,
-        "bytes_per_token": {name: layer_bytes_per_token(shape, name) for name in types},
-    }
-
-
-def _total(layers: tuple[LayerShape, ...], kv_type: str, context: int, batch: int) -> dict[str, Any]:
-    """Bytes for one combination; null where the type does not fit. largest_layer is of all sequences together."""
-    from llmctl.runtime.cache.memory import Demand, least_bytes, plan_cache
-
-    demand = Demand(context, batch)
-    each = [plan_cache([shape], kv_type, demand).nbytes for shape in dict.fromkeys(layers)]
-    return {
-        "kv_type": kv_type,
-        "context": context,
-        "batch": batch,
-        "largest_layer_bytes": None if None in each else max(each),
-        "allocated_bytes": plan_cache(layers, kv_type, demand).nbytes,
-        "least_bytes": least_bytes(layers, kv_type, context, batch),
-    }
-
-
-def _page_tokens() -> int:
-    from llmctl.runtime.cache.memory import BLOCK_SIZE
-
-    return BLOCK_SIZE
-
-
-def _runs_here(kv_type: str) -> bool:
-    """Whether a backend that can be used on this machine has such pages."""
-    from llmctl.kernels.backend import capabilities
-    from llmctl.kernels.kv_types import sides_of
-
-    names = {side.upper() for side in sides_of(kv_type)}
-    return any(names <= set(c.formats) for c in capabilities() if c.op == "store_kv" and c.available)
-
-
-def _print(report: dict[str, Any]) -> None:
-    trained = f", trained with {report['max_context']} tokens" if report["max_context"] else ""
-    console.result(f"{report['source']}: {report['num_layers']} layers{trained}")
-    for group in report["layers"]:
-        window = f", a window of {group['sliding_window']} tokens" if group["sliding_window"] else ""
-        console.result(f"  {group['count']} x {group['num_kv_heads']} kv heads of {group['head_dim']}{window}")
-    console.result()
-    _print_types(report)
-    console.result()
-    sizes = ("largest_layer_bytes", "allocated_bytes", "least_bytes")
-    rows = [(t["kv_type"], t["context"], t["batch"], *(_size(t[key]) for key in sizes)) for t in report["totals"]]
-    console.table(("TYPE", "CONTEXT", "BATCH", "LARGEST LAYER", "ALLOCATED", "LEAST"), rows, right=range(1, 6))
-
-
-def _print_types(report: dict[str, Any]) -> None:
-    """One row a type: bytes a token adds to a layer of each shape, and to all of them."""
-    shapes = [f"A LAYER ({g['num_kv_heads']}x{g['head_dim']})" for g in _distinct_rows(report["layers"])]
-    rows = [
-        (
-            entry["kv_type"],
-            *(_count(group["bytes_per_token"][entry["kv_type"]]) for group in _distinct_rows(report["layers"])),
-            _count(entry["bytes_per_token"]),
-            "yes" if entry["runs_here"] else "not yet",
-        )
-        for entry in report["types"]
-    ]
-    console.table(("BYTES A TOKEN", *shapes, "ALL LAYERS", "RUNS HERE"), rows, right=range(1, len(shapes) + 2))
-
-
-def _distinct_rows(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups that differ in more than their window."""
-    return list({(group["num_kv_heads"], group["head_dim"]): group for group in groups}.values())
-
-
-def _count(value: int | None) -> str:
-    return "does not fit" if value is None else str(value)
-
-
-def _size(value: int | None) -> str:
-    return "does not fit" if value is None else console.format_bytes(value)
+    loading = dict(zip(("backend", "device", "dtype", "activations", "family"), choices, strict=True))
+    loading |= {"kv_type": look.types[0] if look.has_types else None, "ctx_size": max(look.contexts, default=None)}
+    return Request(str(path), None, None, no_chat, [], {}, loading, threads, json=False)

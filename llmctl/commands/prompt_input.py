@@ -73,6 +73,13 @@ def join_prompt(piped: str | None, file_text: str | None, prompt: str | None) ->
     return _lines(parts) + prompt
 
 
+def whole_prompt(file: Path | None, argument: str | None) -> str | None:
+    """The prompt of a command line: piped stdin, then --file (- is stdin alone), then the argument. None if there is nothing."""
+    argument = None if argument is None else text_argument(argument, "the prompt argument")
+    text = None if file is None or str(file) == "-" else read_text(file, "--file")
+    return join_prompt(read_stdin(), text, argument)
+
+
 def text_argument(text: str, what: str) -> str:
     """An argument that the model is to read, as UTF-8 whatever the locale. Errors: UsageError if its bytes are not."""
     if not any(0xD800 <= ord(c) < 0xE000 for c in text):

@@ -98,7 +98,7 @@ def run(
     Options: the command line beats --preset, then LLMCTL_RUN_TOP_K and the like, then llmctl.toml (the project's, then the
     platform's), then what the model's file recommends, then the defaults.
     """
-    from llmctl.commands.prompt_input import split_arguments, text_argument
+    from llmctl.commands.prompt_input import split_arguments, text_argument, whole_prompt
     from llmctl.commands.structure import structure
 
     given = {
@@ -167,7 +167,7 @@ def run(
         answer_batch(open_session(request), batch, output, parallel=parallel or DEFAULT_PARALLEL, force=force)
     else:
         view = {"markdown": markdown, "thinking": thinking, "overflow": overflow, "goes_on": goes_on}
-        _dispatch(request, _whole_prompt(file, argument), view)
+        _dispatch(request, whole_prompt(file, argument), view)
 
 
 def _dispatch(request: Request, prompt: str | None, view: dict[str, Any]) -> None:
@@ -231,11 +231,3 @@ def _require_known_model(request: Request, is_lone: bool) -> None:
             is_word = is_lone and request.spec is not None and "/" not in request.spec
             hint = f"; if it is the prompt: -p {request.spec}" if is_word else ""
             raise ModelNotFoundError(f"{error}{hint}") from None
-
-
-def _whole_prompt(file: Path | None, argument: str | None) -> str | None:
-    from llmctl.commands.prompt_input import join_prompt, read_stdin, read_text, text_argument
-
-    argument = None if argument is None else text_argument(argument, "the prompt argument")
-    text = read_text(file, "--file") if file else None
-    return join_prompt(read_stdin(), text, argument)

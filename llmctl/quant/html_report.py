@@ -7,12 +7,9 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
+from llmctl.quant.html_page import page, table
+
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.(.+)$")
-_STYLE = (
-    "body{font:14px system-ui,sans-serif;margin:2em;max-width:70em}table{border-collapse:collapse}"
-    "td,th{padding:.2em .8em;border-bottom:1px solid #ccc;text-align:right}td:first-child,th:first-child{text-align:left}"
-    "svg{background:#f7f7f7;margin:.5em 0}.note{color:#a40}"
-)
 _WIDTH, _HEIGHT, _BOTTOM = 720, 120, 16
 
 
@@ -20,7 +17,6 @@ def html_page(found: dict[str, Any]) -> str:
     """found: the JSON report."""
     title = f"{found['method']} of {found['input']}"
     parts = [
-        f"<h1>{escape(title)}</h1>",
         f"<p>{escape(found['output'])}: {found['totals']['file_bytes'] / 1e6:.1f} MB, "
         f"{found['totals']['bits_per_weight']:.2f} bits per weight, {found['seconds']:.1f} s</p>",
         *_text(found),
@@ -29,7 +25,7 @@ def html_page(found: dict[str, Any]) -> str:
         "<h2>All modules</h2>",
         _table(found["modules"]),
     ]
-    return f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>" + "\n".join(parts)
+    return page(title, parts)
 
 
 def _text(found: dict[str, Any]) -> Iterable[str]:
@@ -41,7 +37,7 @@ def _text(found: dict[str, Any]) -> Iterable[str]:
             text = f"{name.replace('_', ' ')}: KL divergence {part['kl']:.5f}, same top token {part['same_top']:.1%}"
             yield f"<p>{escape(text)}</p>"
     for warning in found["warnings"]:
-        yield f"<p class=note>{escape(warning)}</p>"
+        yield f"<p class='note'>{escape(warning)}</p>"
 
 
 def _by_kind(modules: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -59,10 +55,10 @@ def _plot(kind: str, modules: list[dict[str, Any]]) -> str:
     bars = []
     for number, module in enumerate(modules):
         height = module["output_error"] / most * (_HEIGHT - _BOTTOM)
-        color = "#a40" if module.get("fallback") else "#27c"
+        color = "var(--odd)" if module.get("fallback") else "var(--bar)"
         bars.append(
             f"<rect x={number * width:.1f} y={_HEIGHT - height:.1f} width={max(1.0, width - 1):.1f} height={height:.1f} "
-            f"fill='{color}'><title>{escape(module['name'])}: {module['output_error']:.3%}</title></rect>"
+            f"style='fill:{color}'><title>{escape(module['name'])}: {module['output_error']:.3%}</title></rect>"
         )
     return (
         f"<h3>{escape(kind)} (up to {most:.2%})</h3><svg width={_WIDTH} height={_HEIGHT} role=img "
@@ -72,7 +68,7 @@ def _plot(kind: str, modules: list[dict[str, Any]]) -> str:
 
 def _table(modules: list[dict[str, Any]]) -> str:
     headers = ("module", "type", "bits", "weight error", "output error", "SQNR dB", "method", "tokens", "fallback")
-    lines = ["".join(f"<th>{header}</th>" for header in headers)]
+    rows = []
     for module in modules:
         output, sqnr = module.get("output_error"), module.get("sqnr_db")
         cells = (
@@ -86,5 +82,5 @@ def _table(modules: list[dict[str, Any]]) -> str:
             module["tokens"],
             module.get("fallback", ""),
         )
-        lines.append("".join(f"<td>{escape(str(cell))}</td>" for cell in cells))
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+        rows.append(cells)
+    return table(headers, rows, numbers=(2, 3, 4, 5, 7))

@@ -66,17 +66,66 @@ def test_gpt3_175b(report):
     assert one["largest_layer_bytes"] == 100_663_296  # 100.7 MB a layer
     assert one["allocated_bytes"] == one["least_bytes"] == 9_663_676_416  # 9.66 GB a request
     assert many["allocated_bytes"] == 309_237_645_312  # 309.2 GB for 32
-    assert document["types"] == [{"kv_type": "f16", "runs_here": True, "bytes_per_token": 4_718_592}]
-    assert document["layers"] == [
-        {"count": 96, "num_kv_heads": 96, "head_dim": 128, "sliding_window": None, "bytes_per_token": {"f16": 49_152}}
-    ]
+    (kind,) = document["types"]
+    assert (kind["kv_type"], kind["runs_here"], kind["bytes_per_token"]) == ("f16", True, 4_718_592)
+    (group,) = document["layers"]
+    assert group == {
+        "count": 96,
+        "num_kv_heads": 96,
+        "head_dim": 128,
+        "sliding_window": None,
+        "latent": None,
+        "bytes_per_token": {"f16": 49_152},
+    }
+
+
+def test_a_shape_by_name_is_the_shape(report):
+    named, spelt = report("--shape", "gpt3-175b", "--batch", "1,32", "--kv-type", "f16"), report(*GPT3, "--batch", "1,32")
+    assert named["totals"] == spelt["totals"]
+    llama2, llama3 = (totals(report("--shape", name, "-c", "4096"))[0] for name in ("llama2-7b", "llama3-8b"))
+    assert llama3["allocated_bytes"] * 4 == llama2["allocated_bytes"]
+
+
+def test_what_fits_here(report, monkeypatch):
+    from llmctl.runtime import machine
+
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 40, 10_000_000_000, None))
+    document = report(*GPT3, "--batch", "1,2")
+    assert document["memory"] == {"free_bytes": 10_000_000_000, "weight_bytes": None}
+    assert [total["fits"] for total in totals(document)] == [True, False]
+    longest = document["types"][0]["longest_context"]
+    assert longest // 16 == 10_000_000_000 // (16 * 4_718_592)
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(None, None, None))
+    document = report(*GPT3)
+    assert (document["types"][0]["longest_context"], totals(document)[0]["fits"]) == (None, None)
+
+
+def test_weights_take_their_share_of_the_memory(report, smollm2_gguf, monkeypatch):
+    from llmctl.runtime import machine
+
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 40, 1 << 30, None))
+    size = smollm2_gguf.stat().st_size
+    assert report(smollm2_gguf)["memory"] == {"free_bytes": (1 << 30) - size, "weight_bytes": size}
+
+
+def test_a_latent_cache_keeps_no_values(report, llmctl, write_config):
+    from make_tiny_model import tiny_config
+
+    config = tiny_config("deepseek_v3").to_dict()
+    file = write_config(**{**config, "model_type": "deepseek_v3"})
+    (group,) = report(file, "--kv-type", "f16")["layers"]
+    width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    assert (group["num_kv_heads"], group["head_dim"], group["latent"]) == (1, width, config["kv_lora_rank"])
+    assert group["bytes_per_token"]["f16"] == 2 * width
+    assert f"a latent of {config['kv_lora_rank']} and a rotated key of" in llmctl("inspect-kv", file).stdout
 
 
 def test_gpt3_175b_in_words(llmctl):
     done = llmctl("inspect-kv", *GPT3, "--batch", "32")
     assert done.returncode == 0
-    row = done.stdout.splitlines()[-1].split()
-    assert row == ["f16", "2048", "32", "3.2", "GB", "309.2", "GB", "309.2", "GB"]
+    row = done.stdout.splitlines()[-2].split()
+    assert row[:-1] == ["f16", "2048", "32", "3.2", "GB", "309.2", "GB", "309.2", "GB"]
+    assert "bytes = (2 x 96 x 96 x 128 x tokens)" in done.stdout
 
 
 def test_grouped_heads_take_a_quarter(report):
@@ -246,6 +295,14 @@ def test_no_model_means_the_default_one(llmctl, write_config):
         (["--shape", "1,1,64", "-c", "many"], 2, "expected a whole number"),
         (["--shape", "1,1,64", "--batch", "4-2"], 2, "never ends or is empty"),
         (["model.gguf", "--shape", "1,1,64"], 2, "either MODEL or --shape"),
+        (["--shape", "gpt5"], 2, "or one of gpt3-175b"),
+        (["--shape", "1,1,64", "--view", "live"], 2, "the live view needs a text"),
+        (["--shape", "1,1,64", "--view", "pages"], 2, "there is no such view; expected plan, live, attention, what-if"),
+        (["--shape", "1,1,64", "--max-memory", "2G"], 2, "the what-if view needs a text"),
+        (["--shape", "1,1,64", "-p", "Hello"], 2, "either MODEL or --shape"),
+        (["--shape", "1,1,64", "-o", "x.txt"], 2, "expected a name that ends in .html"),
+        (["--shape", "1,1,64", "-o", "x.png"], 2, "the picture is of the attention view"),
+        (["--shape", "1,1,64", "-o", "nowhere/x.html"], 1, "the folder nowhere does not exist"),
         (["missing.gguf"], 1, "missing.gguf: no such file"),
     ],
 )

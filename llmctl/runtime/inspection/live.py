@@ -38,8 +38,8 @@ class LiveGroup:
 
 @dataclass(frozen=True)
 class LiveCache:
-    """The cache after a text, and tokens generated from it. lengths: tokens computed of each sequence. found: tokens of the prompt
-    that were in the cache before it began. layer_bytes: held by each layer."""
+    """The cache after a text, and tokens generated from it. lengths: tokens computed of each sequence. found: tokens of the
+    prompt that were in the cache before it began. layer_bytes: held by each layer."""
 
     page_tokens: int
     lengths: list[int]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
+from llmctl.runtime.inspection.probe import probe
+from llmctl.runtime.loading import LoadedModel
 
 OUTLIER_RATIO = 4.0
 """A channel stands out if its root mean square is so many times the median one of its head."""
@@ -55,3 +59,15 @@ class RangeCounter:
         outliers = [int(channel) for channel in order if ratios[channel] >= OUTLIER_RATIO]
         peak = max(-low, high) / rms if rms > 0 else 0.0
         return HeadRange(low, high, rms, peak, float(ratios.max(initial=0.0)), outliers)
+
+
+def survey_ranges(
+    model: LoadedModel, token_ids: list[int], progress: Callable[[int, int], None] | None = None
+) -> tuple[list[list[HeadRange]], list[list[HeadRange]]]:
+    """Keys and values of a text, layer by layer, head by head. progress: as of `probe`."""
+    counters = [(RangeCounter(), RangeCounter()) for _ in range(model.config.num_layers)]
+    for seen in probe(model, token_ids, progress):
+        for counter, rows in zip(counters[seen.layer], (seen.keys, seen.values), strict=True):
+            counter.add(rows)
+    keys, values = ([counter.heads() for counter in side] for side in zip(*counters, strict=True))
+    return keys, values

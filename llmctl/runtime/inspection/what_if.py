@@ -6,7 +6,8 @@ answer are compared with those. So all are judged at the same places, whatever e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -106,11 +107,26 @@ def what_if(
             progress(done, total)
 
     answer = _greedy(_with(model, EXACT), question.token_ids, question.num_tokens)
-    exact = np.concatenate(list(_rows(_with(model, EXACT), question.token_ids, answer)))
+    exact = np.concatenate(_rows(_with(model, EXACT), question.token_ids, answer))
     step()
     outcomes = [_outcome(model, question, choice, answer, exact, step) for choice in choices]
     depths = [needle.depth for needle in question.needles]
     return WhatIf(answer, depths, outcomes, question.within, recommend(outcomes, question.within))
+
+
+@contextmanager
+def unrounded(model: LoadedModel) -> Iterator[None]:
+    """Within, activations are not rounded to eight bits, where the backend does that: any small change would move some of them
+    to other numbers, and hide what the cache alone does."""
+    before = getattr(model.ops, "activations", None)
+    if before is None:
+        yield
+        return
+    try:
+        model.ops.activations = "float"
+        yield
+    finally:
+        model.ops.activations = before
 
 
 def recommend(outcomes: Sequence[Outcome], within: int | None) -> int | None:
@@ -132,7 +148,7 @@ def _outcome(
     model: LoadedModel, question: Question, choice: Choice, answer: list[int], exact: np.ndarray, step: Callable[[], None]
 ) -> Outcome:
     tried = _with(model, choice.kv_type)
-    rows = np.concatenate(list(_rows(tried, question.token_ids, answer)))
+    rows = np.concatenate(_rows(tried, question.token_ids, answer))
     step()
     places = zip(rows, exact, [*answer[1:], answer[-1]], strict=True)
     scores = [score_place((row, other), target) for row, other, target in places]
