@@ -19,6 +19,7 @@ Search = Literal["range", "error"]
 _SHRINKS = tuple(1.0 - 0.035 * step for step in range(16))
 """Parts of the full range that are tried, 1 first: outliers may be cut off where that makes all other steps finer."""
 _CHUNK_ROWS = 1024
+_RIDGE = 0.05  # of the mean of a group's diagonal, added to it: as GPTQ's damping, against the noise of products
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,18 @@ def round_to_grid(
     importance: torch.Tensor | None = None,
     search: Search = "error",
     *,
+    products: torch.Tensor | None = None,
     threads: int = 1,
 ) -> GridValues:
     """Every weight on the nearest value of its group's grid.
 
     weight: float32 [N, K]. importance: float32 [K], weights of the squared errors. search: "range" lets the grid span the group's
-    range; "error" looks for the one with the least weighted error. FormatError for scales that float16 cannot hold.
+    range; "error" looks for the one with the least weighted error, or, given products, float32 [K, K], E[x xᵀ], for the one with
+    the least error of what the group adds to the outputs. FormatError for scales that float16 cannot hold.
     """
 
     def solve(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        scales, zeros = find_scales(columns, grid, importance, search)
+        scales, zeros = find_scales(columns, grid, importance, search, products)
         return nearest_codes(columns, scales, zeros, grid), scales, zeros
 
     return solve_in_chunks(weight, grid, solve, threads)
@@ -119,13 +122,22 @@ def nearest_codes(columns: torch.Tensor, scales: torch.Tensor, zeros: torch.Tens
 
 
 def find_scales(
-    columns: torch.Tensor, grid: IntegerGrid, importance: torch.Tensor | None, search: Search
+    columns: torch.Tensor,
+    grid: IntegerGrid,
+    importance: torch.Tensor | None,
+    search: Search,
+    products: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """columns: float32 [K, n] of n rows → scales (float16 numbers) and zeros, float32 [G, n]. Groups of zeros get the scale 0."""
+    """columns: float32 [K, n] of n rows → scales (float16 numbers) and zeros, float32 [G, n]. Groups of zeros get the scale 0.
+    The other arguments are those of `round_to_grid`."""
     size = grid.columns_per_group(len(columns))
-    weights = torch.ones(len(columns)) if importance is None else _positive(importance)
-    parts = zip(columns.split(size), weights[:, None].split(size), strict=True)
-    found = [_search(group, weight, grid, search) for group, weight in parts]
+    if products is None:
+        weights = torch.ones(len(columns)) if importance is None else _positive(importance)
+        metrics = [Weights(part) for part in weights[:, None].split(size)]
+    else:
+        metrics = [Products(products[start : start + size, start : start + size]) for start in range(0, len(columns), size)]
+    parts = zip(columns.split(size), metrics, strict=True)
+    found = [_search(group, metric, grid, search) for group, metric in parts]
     scales, zeros = (torch.stack(part) for part in zip(*found, strict=True))
     return scales, zeros
 
@@ -135,36 +147,60 @@ def _positive(importance: torch.Tensor) -> torch.Tensor:
     return importance.clamp(min=1e-6 * float(importance.mean()) or 1.0)
 
 
+class Weights:
+    """Errors of a group count as Σ weights · error². weights: float32 [size, 1]."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self._weights = weights
+
+    def times(self, values: torch.Tensor) -> torch.Tensor:
+        """The metric's matrix times values [size, n]."""
+        return values * self._weights
+
+
+class Products:
+    """Errors of a group count as errorᵀ · E[x xᵀ] · error: by what they do to the outputs. products: float32 [size, size]."""
+
+    def __init__(self, products: torch.Tensor) -> None:
+        self._products = products.clone()
+        diagonal = self._products.diagonal()
+        diagonal.add_(_RIDGE * float(diagonal.mean()) or 1.0)
+
+    def times(self, values: torch.Tensor) -> torch.Tensor:
+        """The metric's matrix times values [size, n]."""
+        return self._products @ values
+
+
 def _search(
-    group: torch.Tensor, weights: torch.Tensor, grid: IntegerGrid, search: Search
+    group: torch.Tensor, metric: Weights | Products, grid: IntegerGrid, search: Search
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """group [size, n], weights [size, 1] → scales, zeros [n] of the least Σ weights · error²."""
+    """group [size, n] → scales, zeros [n] of the least error."""
     candidates = _candidates(group, grid, search)
     scale, zero = next(candidates)
     scale = _stored(scale)
     if search == "range":
         return scale, zero
-    weighted = group * weights
+    weighted = metric.times(group)
     least, best, best_zero = torch.full_like(scale, torch.inf), scale, zero
     for trial, trial_zero in candidates:
-        # With codes c, the scale b / a is best, and by b² / a less is left of Σ weights · group².
+        # With codes c, the scale b / a is best, and by b² / a less is left of the error of zeros.
         steps = _codes(group, trial, trial_zero, grid).sub_(trial_zero)
         b = torch.mul(steps, weighted).sum(0)
-        a = steps.square_().mul_(weights).sum(0).clamp_(min=1e-30)
+        a = steps.mul_(metric.times(steps)).sum(0).clamp_(min=1e-30)
         gain = torch.mul(b, b).div_(a).neg_()
         better = gain < least
         least = torch.where(better, gain, least)
         best, best_zero = torch.where(better, b / a, best), torch.where(better, trial_zero, best_zero)
     best = _stored(best)
-    better = _error(group, weights, best, best_zero, grid) < _error(group, weights, scale, zero, grid)
+    better = _error(group, metric, best, best_zero, grid) < _error(group, metric, scale, zero, grid)
     return torch.where(better, best, scale), torch.where(better, best_zero, zero)
 
 
 def _error(
-    group: torch.Tensor, weights: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, grid: IntegerGrid
+    group: torch.Tensor, metric: Weights | Products, scale: torch.Tensor, zero: torch.Tensor, grid: IntegerGrid
 ) -> torch.Tensor:
-    values = _codes(group, scale, zero, grid).sub_(zero).mul_(scale)
-    return values.sub_(group).square_().mul_(weights).sum(0)
+    error = _codes(group, scale, zero, grid).sub_(zero).mul_(scale).sub_(group)
+    return error.mul_(metric.times(error)).sum(0)
 
 
 def _candidates(group: torch.Tensor, grid: IntegerGrid, search: Search) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -73,9 +73,15 @@ def target_bits(target: Target, columns: int) -> float:
 
 
 def round_module(
-    weight: torch.Tensor, target: Target, importance: torch.Tensor | None, method: Method, threads: int
+    weight: torch.Tensor,
+    target: Target,
+    importance: torch.Tensor | None,
+    method: Method,
+    threads: int,
+    products: torch.Tensor | None = None,
 ) -> Solved:
-    """weight: float32 [N, K]. importance: float32 [K] or None."""
+    """weight: float32 [N, K]. importance: float32 [K] or None. products: float32 [K, K], E[x xᵀ], for integers where the method
+    clips by what errors do to the outputs."""
     if isinstance(target, Format):
         columns = None if importance is None else importance.numpy()
         blocks = Encoder(threads).encode(weight.numpy(), target, columns)
@@ -84,7 +90,7 @@ def round_module(
     if method.per_tensor:
         found = round_whole_tensor(weight, target, importance, method.search)
     else:
-        found = round_to_grid(weight, target, importance, method.search, threads=threads)
+        found = round_to_grid(weight, target, importance, method.search, products=products, threads=threads)
     return Solved(found.values, found)
 
 
@@ -98,7 +104,8 @@ def solve_group(
     """weights: float32 [N, K] by name, all multiplied with the same input. statistics: of that input, None if unknown."""
     importance = None if statistics is None else statistics.mean_squares
     hessian = statistics.take_hessian() if statistics is not None and statistics.products is not None else None
-    solved = {name: round_module(weight, targets[name], importance, method, threads) for name, weight in weights.items()}
+    clip = hessian if method.name == "awq" and statistics is not None and statistics.count else None
+    solved = {name: round_module(weight, targets[name], importance, method, threads, clip) for name, weight in weights.items()}
     for one in solved.values():
         one.facts["method"] = "rtn" if method.name == "gptq" else method.name
     if method.name == "gptq":

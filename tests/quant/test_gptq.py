@@ -127,6 +127,25 @@ def test_the_search_is_never_worse_and_scales_are_stored_exactly(grid: IntegerGr
     assert torch.equal(expected.view(70, 160), searched.values)
 
 
+@pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid.group_size == 32], ids=str)
+def test_products_find_scales_that_spare_the_outputs(grid: IntegerGrid) -> None:
+    """What each group adds to the outputs is off by less than with the diagonal alone."""
+    hessian, weight = correlated(), weights()
+    hessian = torch.where(torch.arange(160)[:, None] // 32 == torch.arange(160) // 32, hessian, 0)  # groups on their own
+    diagonal, full = (
+        round_to_grid(weight, grid, hessian.diagonal(), products=products, threads=2) for products in (None, hessian)
+    )
+    before, after = (gptq.loss(weight, found.values, hessian).sum() for found in (diagonal, full))
+    assert after < (1.0 if grid.bits == 8 else 0.99) * before
+    assert torch.equal(full.scales.half().float(), full.scales)
+
+
+def test_products_of_nothing_are_no_preference() -> None:
+    grid, weight = IntegerGrid(4, 32, True), weights()
+    found = round_to_grid(weight, grid, products=torch.zeros(160, 160))
+    assert torch.equal(found.values, round_to_grid(weight, grid).values)
+
+
 def test_the_full_range_of_symmetric_codes_is_used() -> None:
     """The largest weight falls on the code without a counterpart, whatever its sign."""
     for sign in (1, -1):
