@@ -69,9 +69,10 @@ def describe_model(name: str, model: LoadedModel) -> list[str]:
     """What answers, for --verbose."""
     ops = model.ops
     activations = f", {model.activations} activations" if model.activations else ""
+    policy = "" if model.kv_policy.kind == "full" else f" ({model.kv_policy})"
     return [
         f"model: {name} ({model.config.family}, {model.checkpoint.total_elements / 1e6:.1f} M parameters)",
-        f"backend: {ops.name} on {ops.device}, {ops.threads} threads, {ops.dtype}{activations}, {model.kv_type} cache",
+        f"backend: {ops.name} on {ops.device}, {ops.threads} threads, {ops.dtype}{activations}, {model.kv_type} cache{policy}",
         f"context: {model.context_length} tokens",
     ]
 

@@ -30,6 +30,7 @@ def document(session: Session, model: LoadedModel, answer: Completion, load_s: f
         "device": ops.device,
         "dtype": ops.dtype,
         "kv_type": model.kv_type,
+        "kv_policy": str(model.kv_policy),
         "activations": model.activations,
         "threads": ops.threads,
         "context_length": model.context_length,

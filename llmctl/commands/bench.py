@@ -27,6 +27,8 @@ from llmctl.commands.options import (
     DeviceOption,
     DtypeOption,
     JsonOption,
+    KvBudgetOption,
+    KvPolicyOption,
     KvTypeOption,
     QuietOption,
     complete_model,
@@ -93,6 +95,8 @@ def bench(
     num_draft_tokens: NumDraftTokensOption = None,
     as_family: AsOption = None,
     kv_type: KvTypeOption = None,
+    kv_policy: KvPolicyOption = None,
+    kv_budget: KvBudgetOption = None,
     activations: ActivationsOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
@@ -107,6 +111,7 @@ def bench(
     """
     from llmctl.commands.bench_output import make_printer
     from llmctl.kernels.backend import choose_compute
+    from llmctl.runtime.cache.policy import parse_kv_policy
 
     if json and output is not None:
         raise UsageError(f"--json and -o {output} were both given: choose one")
@@ -119,6 +124,7 @@ def bench(
     loading = {"backend": backend, "device": device, "dtype": dtype, "kv_type": kv_type, "activations": activations}
     choose_compute(**loading)  # what it refuses is refused before any model is looked for
     drafting = draft_request(draft, num_draft_tokens)
+    loading["kv_policy"] = parse_kv_policy(kv_policy, kv_budget)
     opened = [(name, _open(name, tests, {**loading, "family": as_family})) for name in models or [None]]
     sizes = [{**loading, "ctx_size": model.context_length} for _, model in opened]
     drafts = [open_draft(drafting, model, size) if drafting else None for (_, model), size in zip(opened, sizes, strict=True)]
@@ -237,6 +243,7 @@ def _row(model: LoadedModel, result: BenchResult) -> dict[str, Any]:
         "n_threads": ops.threads,
         "type_k": type_k,
         "type_v": type_v,
+        "kv_policy": str(model.kv_policy),
         "devices": ops.device,
         "dtype": ops.dtype,
         "activations": model.activations,

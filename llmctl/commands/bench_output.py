@@ -47,7 +47,7 @@ class Markdown:
 
         self._columns = [("model", -30), ("size", 10), ("params", 10), ("backend", -10), ("threads", 7)]
         kv_type = default_kv_type(row["backends"])
-        usual = {"dtype": "float32", "type_k": kv_type, "type_v": kv_type}
+        usual = {"dtype": "float32", "type_k": kv_type, "type_v": kv_type, "kv_policy": "full"}
         self._columns += [(name, -8) for name, value in usual.items() if row[name] != value]
         self._columns += [("activations", -11)] if row["activations"] == "float" else []
         self._columns += [("devices", -12)] if row["devices"] != "cpu" else []

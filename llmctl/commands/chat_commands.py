@@ -185,7 +185,8 @@ def describe_cache(conversation: Conversation) -> list[str]:
     model, engine = conversation.model, conversation.engine
     lines = [f"{model.kv_type} cache, pages of {BLOCK_SIZE} tokens"]
     for group, stats in zip(engine.cache_plan.groups, engine.group_stats, strict=True):
-        which = "all tokens" if group.window is None else f"a window of {group.window} tokens"
+        first = f"the first {group.anchors} tokens and " if group.anchors else ""
+        which = "all tokens" if group.window is None else f"{first}a window of {group.window} tokens"
         kept = f"{stats.pages_remembered} keep a text for the next turn, {stats.pages_held} in use"
         lines.append(
             f"{len(group.layers)} layers that see {which}: {stats.pages} pages, {kept}, {stats.evictions} texts given up"

@@ -114,14 +114,16 @@ def _nbytes(draft: OpenedModel, formats: dict[str, Format] | None) -> int:
 
 
 def _open_model(spec: str, target: OpenedModel, loading: dict[str, Any]) -> OpenedModel:
+    from llmctl.runtime.cache.policy import FULL
     from llmctl.runtime.loading import open_model
     from llmctl.runtime.store import resolve_model
     from llmctl.runtime.tokenizer.same_tokens import first_difference
 
     path = resolve_model(spec, progress=console.progress)
-    trained = open_model(path, **{**loading, "ctx_size": None, "family": None})
+    own = {"family": None, "kv_policy": FULL}
+    trained = open_model(path, **{**loading, **own, "ctx_size": None})
     size = min(trained.context_length, target.context_length)
-    opened = open_model(path, **{**loading, "ctx_size": size, "family": None})
+    opened = open_model(path, **{**loading, **own, "ctx_size": size})
     if opened.tokenizer is None or target.tokenizer is None:
         raise UnsupportedError(f"{path if opened.tokenizer is None else target.checkpoint.path}: has no tokenizer to compare")
     if difference := first_difference(target.tokenizer, opened.tokenizer):

@@ -19,6 +19,8 @@ from llmctl.commands.options import (
     DeviceOption,
     DtypeOption,
     JsonOption,
+    KvBudgetOption,
+    KvPolicyOption,
     KvTypeOption,
     ModelArgument,
     QuietOption,
@@ -73,6 +75,8 @@ def evaluate(
     as_family: AsOption = None,
     threads: ThreadsOption = None,
     kv_type: KvTypeOption = None,
+    kv_policy: KvPolicyOption = None,
+    kv_budget: KvBudgetOption = None,
     activations: ActivationsOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
@@ -82,14 +86,17 @@ def evaluate(
 ) -> None:
     """Measure a model on a text: perplexity as llama-perplexity counts it, and with --against what tells two models apart.
 
-    Both run side by side and are compared place by place, so no file of logits is needed.
+    Both run side by side and are compared place by place, so no file of logits is needed. --kv-policy is for MODEL alone:
+    the other one keeps all tokens. snapkv takes the first half of a chunk for its prompt.
     """
     from llmctl.kernels.backend import choose_compute
+    from llmctl.runtime.cache.policy import parse_kv_policy
     from llmctl.runtime.evaluate import cut
     from llmctl.runtime.evaluate import evaluate as run
 
     if against_as is not None and against is None:
         raise UsageError("--against-as is for a model that --against names: from the same file it is of the same family")
+    policy = parse_kv_policy(kv_policy, kv_budget)
     if layers and against is None:
         raise UsageError("--layers compares two models layer by layer: --against names the other")
     if text is None:
@@ -100,7 +107,7 @@ def evaluate(
     for choices in (ours, _for_other(ours, theirs)):
         choose_compute(**choices)  # what it refuses is refused before any model is looked for
     content = _read(text)
-    first = _open(model, {**ours, "ctx_size": ctx_size, "family": as_family})
+    first = _open(model, {**ours, "ctx_size": ctx_size, "family": as_family, "kv_policy": policy})
     pieces = cut(first.tokenizer, content, ctx_size, chunks)
     loaded, other = _load(first, threads), None
     if against is not None or theirs:
@@ -215,4 +222,5 @@ def _print_json(
 def _facts(model: LoadedModel) -> dict[str, Any]:
     ops = model.ops
     computed = {"backend": ops.name, "device": ops.device, "dtype": ops.dtype, "threads": ops.threads}
-    return {"path": str(model.checkpoint.path), **computed, "kv_type": model.kv_type, "activations": model.activations}
+    cache = {"kv_type": model.kv_type, "kv_policy": str(model.kv_policy)}
+    return {"path": str(model.checkpoint.path), **computed, **cache, "activations": model.activations}

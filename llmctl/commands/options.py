@@ -110,6 +110,26 @@ KvTypeOption = Annotated[
         show_default="native bf16 where the processor multiplies it, else f16; reference f32",
     ),
 ]
+KvPolicyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-policy",
+        metavar="full|sliding|sinks|snapkv",
+        help="Which tokens the KV cache keeps: all; the last ones; the first 4 and the last ones; or of every prompt those its "
+        "last 32 tokens look at, for each head. Layers with a window of their own keep that.",
+        show_default="full",
+    ),
+]
+KvBudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-budget",
+        metavar="N|RATIO",
+        help="How many --kv-policy keeps: tokens, or a share such as 0.25, of each prompt (snapkv) or of the context "
+        "(sliding, sinks).",
+        show_default=False,
+    ),
+]
 ActivationsOption = Annotated[
     Activations | None,
     typer.Option(

@@ -18,6 +18,8 @@ from llmctl.commands.options import (
     DeviceOption,
     DtypeOption,
     JsonOption,
+    KvBudgetOption,
+    KvPolicyOption,
     KvTypeOption,
     QuietOption,
     SeedOption,
@@ -72,6 +74,8 @@ def run(
     ctx_size: CtxSizeOption = None,
     threads: ThreadsOption = None,
     kv_type: KvTypeOption = None,
+    kv_policy: KvPolicyOption = None,
+    kv_budget: KvBudgetOption = None,
     activations: ActivationsOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
@@ -100,6 +104,7 @@ def run(
     """
     from llmctl.commands.prompt_input import split_arguments, text_argument, whole_prompt
     from llmctl.commands.structure import structure
+    from llmctl.runtime.cache.policy import parse_kv_policy
 
     given = {
         "temperature": temp,
@@ -139,6 +144,7 @@ def run(
             "activations": activations,
             "ctx_size": ctx_size,
             "family": as_family,
+            "kv_policy": parse_kv_policy(kv_policy, kv_budget),
         },
         threads=threads,
         json=json,
@@ -208,7 +214,7 @@ def _check(request: Request) -> None:
     """Refuse what can be refused before any model is looked for. Errors: UsageError."""
     from llmctl.kernels.backend import choose_compute
 
-    choose_compute(**{name: value for name, value in request.loading.items() if name not in ("ctx_size", "family")})
+    choose_compute(**{name: value for name, value in request.loading.items() if name not in ("ctx_size", "family", "kv_policy")})
     for flag, texts in (("--stop", request.stop), ("--ban", request.banned)):
         if "" in texts:
             raise UsageError(f"{flag} needs some text, found an empty one")

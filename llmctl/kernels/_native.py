@@ -102,6 +102,25 @@ class NativeOps:
     def write_page(pages: Any, page: int, data: bytes) -> None:
         pages.set_page(page, data)
 
+    def move_tokens(self, pages: Any, sources: np.ndarray, targets: np.ndarray) -> None:
+        _native.move_tokens(self._pool, pages, sources, targets)
+
+    @staticmethod
+    def read_keys(pages: Any, slots: np.ndarray) -> np.ndarray:
+        return _native.load_kv(_native.active_isa(), pages, slots)[0]
+
+    def attention_votes(
+        self,
+        queries: np.ndarray,
+        pages: Any,
+        block_table: np.ndarray,
+        length: int,
+        scale: float,
+        softcap: float | None = None,
+        sinks: np.ndarray | None = None,
+    ) -> np.ndarray:
+        return _native.attention_votes(self._pool, pages, queries, block_table, length, scale, softcap or 0.0, sinks)
+
     def compile(
         self, forward: Callable[[BatchDescription, Value], Value], rotary_halves: list[int]
     ) -> Callable[[BatchDescription, np.ndarray], np.ndarray]:
@@ -226,9 +245,10 @@ class NativeOps:
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: np.ndarray | None = None,
+        anchors: int = 0,
     ) -> Value:
         attributes = {"pages": pages, "scale": scale, "window": sliding_window, "softcap": softcap, "sinks": sinks}
-        attributes["group"] = batch.group
+        attributes |= {"group": batch.group, "anchors": anchors}
         fitted = self._fit_heads(queries, pages.head_dim)
         heads, width = fitted.shape
         y = self._record("attention", (fitted,), (heads, pages.latent or width), **attributes)[0]

@@ -11,7 +11,8 @@ import torch
 
 from llmctl.errors import UnsupportedError
 from llmctl.kernels.attention import BatchDescription
-from llmctl.kernels.attention._reference import attention
+from llmctl.kernels.attention._reference import attention, slots_of
+from llmctl.kernels.attention_votes._reference import attention_votes
 from llmctl.kernels.embedding._reference import embedding
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.packed_int import PackedIntTensor
@@ -41,6 +42,7 @@ class ReferencePages:
     block_size: int
     keys: Side
     values: Side
+    is_latent: bool = False
 
 
 class ReferenceOps:
@@ -82,7 +84,7 @@ class ReferenceOps:
         sides = sides_of(kv_type)
         if latent:
             keys = make_side(shape, sides[0], self.device, latent)
-            return ReferencePages(block_size, keys, keys.first(latent))
+            return ReferencePages(block_size, keys, keys.first(latent), is_latent=True)
         return ReferencePages(block_size, *(make_side(shape, side, self.device) for side in sides))
 
     @staticmethod
@@ -102,6 +104,29 @@ class ReferenceOps:
     @staticmethod
     def write_page(pages: ReferencePages, page: int, data: bytes) -> None:
         raise AssertionError("pages without a layout stay where they are")
+
+    def move_tokens(self, pages: ReferencePages, sources: np.ndarray, targets: np.ndarray) -> None:
+        to = self._upload(targets)
+        for head, slots in enumerate(sources):  # in one go: all are read before any is written
+            for side in (pages.keys,) if pages.is_latent else (pages.keys, pages.values):
+                side.move(head, self._upload(slots), to)
+
+    def read_keys(self, pages: ReferencePages, slots: np.ndarray) -> np.ndarray:
+        return pages.keys.read(self._upload(slots)).cpu().numpy()
+
+    def attention_votes(
+        self,
+        queries: np.ndarray,
+        pages: ReferencePages,
+        block_table: np.ndarray,
+        length: int,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> np.ndarray:
+        tokens = torch.arange(length, device=self.device)
+        keys = pages.keys.read(slots_of(self._upload(block_table), tokens, pages.block_size))
+        return attention_votes(self._upload(queries), keys, scale, softcap, sinks).cpu().numpy()
 
     def compile(
         self, forward: Callable[[BatchDescription, torch.Tensor], torch.Tensor], rotary_halves: list[int]

@@ -67,6 +67,26 @@ class Ops(Protocol):
     def write_page(self, pages: Array, page: int, data: bytes) -> None:
         """Put back what `read_page` gave. Errors: ValueError for another number of bytes."""
 
+    def move_tokens(self, pages: Array, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy stored rows of `kv_pages` as they are: of head h that of slot sources[h, i] to targets[i], i ascending. sources
+        int64 [num_kv_heads, n], targets int64 [n]. Rows that are written before they are read as a source are no matter of this
+        op: the caller orders them."""
+
+    def read_keys(self, pages: Array, slots: np.ndarray) -> np.ndarray:
+        """The keys of these slots [n] of `kv_pages`, float32 [n, num_kv_heads, head_dim]."""
+
+    def attention_votes(
+        self,
+        queries: np.ndarray,
+        pages: Array,
+        block_table: np.ndarray,
+        length: int,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+    ) -> np.ndarray:
+        """What the last queries of a sequence look at: see attention_votes/__init__.py."""
+
     def compile(
         self, forward: Callable[[BatchDescription, Array], Array], rotary_halves: list[int]
     ) -> Callable[[BatchDescription, np.ndarray], np.ndarray]:
@@ -113,6 +133,7 @@ class Ops(Protocol):
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: Array | None = None,
+        anchors: int = 0,
     ) -> Array: ...
 
     def add(self, x: Array, y: Array) -> Array:

@@ -20,6 +20,7 @@ from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.attention._reference import attention_of_sequence
 from llmctl.kernels.moe import Experts, Routing
 from llmctl.kernels.moe._reference import route
+from llmctl.runtime.cache.memory import LayerShape
 from llmctl.runtime.engine.model_runner import describe
 from llmctl.runtime.engine.scheduler import ScheduledChunk
 from llmctl.runtime.engine.sequence import Sequence
@@ -114,7 +115,9 @@ class CaptureOps(ReferenceOps):
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        anchors: int = 0,
     ) -> torch.Tensor:
+        assert anchors == 0, "a whole text has no anchors"
         keys, values = pages.keys, pages.values
         assert keys is not None
         assert values is not None
@@ -146,9 +149,16 @@ class OwnKeys:
         """As `KvCache.layer`."""
         return HeldKeys(self._layers[index].latent)
 
+    def shape(self, index: int) -> LayerShape:
+        """As `KvCache.shape`."""
+        return self._layers[index]
+
     def group(self, index: int) -> int:
         """As `KvCache.group`: nothing is paged."""
         return 0
+
+    def keep_queries(self, index: int, queries: torch.Tensor, batch: BatchDescription) -> None:
+        """As `KvCache.keep_queries`: nobody asks for them."""
 
 
 class Batch:
@@ -159,7 +169,7 @@ class Batch:
         params = SamplingParams(temperature=0)
         chunks = [ScheduledChunk(Sequence(ids, params, Sampler(params)), len(ids)) for ids in rows]
         self._config = config
-        self.description = describe(chunks, 0, self.tables).convert(torch.from_numpy)
+        self.description = describe(chunks, (), self.tables).convert(torch.from_numpy)
         self.tables.prepare(self.description)
         self.token_ids = np.concatenate([np.array(ids, np.int64) for ids in rows])
 

@@ -12,7 +12,8 @@ from llmctl.errors import FormatError, LlmctlError, ModelNotFoundError, OutOfMem
 from llmctl.kernels.backend import Compute, choose_compute, fit_head_dim, make_ops
 from llmctl.kernels.formats.spec import Format
 from llmctl.kernels.ops import Ops
-from llmctl.runtime.cache.memory import Demand, bytes_per_token, fitting_context, plan_cache
+from llmctl.runtime.cache.memory import Demand, LayerShape, bytes_per_token, fitting_context, plan_cache
+from llmctl.runtime.cache.policy import FULL, KvPolicy
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.checkpoint import Checkpoint
 from llmctl.runtime.checkpoint.files import read_json_object
@@ -40,7 +41,8 @@ class LoadedModel:
 
     context_length: tokens a sequence may have. max_cache_bytes: of the cache, None where memory sets no limit. eos_token_ids:
     the union of every source. num_tokens: ids the sampler may draw (rows beyond the tokenizer's vocabulary are padding).
-    tokenizer is None where the checkpoint has none.
+    tokenizer is None where the checkpoint has none. kv_policy: which tokens caches keep; a model with another one may share
+    everything else (`dataclasses.replace`).
     """
 
     config: ModelConfig
@@ -54,6 +56,11 @@ class LoadedModel:
     max_cache_bytes: int | None
     eos_token_ids: frozenset[int]
     num_tokens: int
+    kv_policy: KvPolicy = FULL
+
+    def kv_layers(self, context: int | None = None) -> tuple[LayerShape, ...]:
+        """What each layer keeps under the policy. context: that of the engine, None for the model's."""
+        return self.kv_policy.shapes(self.config.kv_layers(), context or self.context_length)
 
 
 @dataclass
@@ -69,6 +76,7 @@ class OpenedModel:
     compute: Compute
     context_length: int
     max_cache_bytes: int | None
+    kv_policy: KvPolicy = FULL
 
     @property
     def config(self) -> ModelConfig:
@@ -118,6 +126,7 @@ class OpenedModel:
             max_cache_bytes=self.max_cache_bytes,
             eos_token_ids=self.eos_token_ids,
             num_tokens=self.num_tokens,
+            kv_policy=self.kv_policy,
         )
 
 
@@ -131,12 +140,13 @@ def open_model(
     activations: str | None = None,
     ctx_size: int | None = None,
     family: str | None = None,
+    kv_policy: KvPolicy = FULL,
 ) -> OpenedModel:
     """Open a checkpoint (GGUF file, Hugging Face folder) for one backend.
 
     backend … activations: as `choose_compute`. ctx_size: tokens of context, None for what the model was trained with as far as
-    memory allows. family: name of the family it is taken for one of, None for the one it says it is. Raises FormatError,
-    UnsupportedError, UsageError and OutOfMemoryError.
+    memory allows. family: name of the family it is taken for one of, None for the one it says it is. kv_policy: which tokens
+    caches keep. Raises FormatError, UnsupportedError, UsageError and OutOfMemoryError.
     """
     choices = (backend, device, dtype, kv_type, activations)
     compute = choose_compute(*choices)
@@ -147,7 +157,9 @@ def open_model(
     tokenizer = _tokenizer(weights)
     available = _available_bytes(weights, compute)
     most = None if available is None else int(available * _CACHE_SHARE)
-    return OpenedModel(weights, tokenizer, compute, _context(weights.config, compute.kv_type, ctx_size, most), most)
+    context = _context(weights.config, compute.kv_type, ctx_size, most)
+    kv_policy.shapes(weights.config.kv_layers(), context)  # refused here, not after the weights are read
+    return OpenedModel(weights, tokenizer, compute, context, most, kv_policy)
 
 
 def load_model(

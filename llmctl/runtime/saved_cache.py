@@ -106,7 +106,7 @@ def put_back(path: Path, saved: SavedCache, engine: Engine, model: str) -> int:
     is_sound = not rest and len(saved.firsts) == len(groups) and len(layers) == sum(len(group.layers) for group in groups)
     for group, first in zip(groups, saved.firsts, strict=False):
         is_sound = is_sound and isinstance(first, int) and 0 <= first <= count
-        is_sound = is_sound and all(_holds(layers[i], count - first) for i in group.layers)
+        is_sound = is_sound and all(_holds(layers[i], group.held_pages(count, first)) for i in group.layers)
     if not is_sound or not all(0 <= token_id < engine.model.num_tokens for token_id in saved.token_ids):
         raise FormatError(f"{path}: its tokens and pages are not those of this model")
     try:
@@ -124,4 +124,7 @@ def page_layout(model: LoadedModel) -> str:
     layout = model.ops.page_layout(model.kv_type)
     if layout is None:
         raise UnsupportedError(f"the {model.ops.name} backend cannot save its cache: use --backend native")
-    return layout
+    if model.kv_policy.kind in ("full", "snapkv"):  # prompts are computed in full
+        return layout
+    seen = dict.fromkeys((shape.anchors, shape.sliding_window) for shape in model.kv_layers())
+    return f"{layout} {' '.join(f'{anchors}+{window}' for anchors, window in seen)}"

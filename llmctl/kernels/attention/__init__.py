@@ -1,4 +1,4 @@
-"""attention(queries, key_pages, value_pages, batch, scale, sliding_window=None, softcap=None, sinks=None) -> y
+"""attention(queries, key_pages, value_pages, batch, scale, sliding_window=None, softcap=None, sinks=None, anchors=0) -> y
 
 queries                 [T, num_heads, head_dim]                           tokens of all sequences, one after the other
 key_pages               [num_blocks, block_size, num_kv_heads, head_dim]   this step's keys and values already stored
@@ -6,6 +6,7 @@ value_pages             the same; of latent pages the first `latent` columns of 
 batch                   who owns which queries and pages: `BatchDescription`
 scale                   factor on the scores, usually head_dim ** -0.5
 sliding_window          a query at position p sees keys p − window + 1 … p; None sees all up to p
+anchors                 so many first tokens (at most a page) that every query after them sees beside its window
 softcap                 scores become softcap · tanh(scores / softcap), before the mask
 sinks                   [num_heads] float32: a score that every query of the head has beside those of its keys, and whose value
                         is 0, so that the weights of the keys sum to less than one; neither scaled nor capped
@@ -32,6 +33,8 @@ class PageMap:
     context_lens  S    Python ints: keys each sequence has once this step is stored
     block_tables  S    int64 arrays of page numbers, at least ceil(context_len / block_size) long; a page that no query of the
                        step can see may be −1
+
+    A sequence whose cache was compressed has fewer keys here than tokens: a token's place in the table counts what is kept.
     """
 
     slot_mapping: Any

@@ -17,15 +17,19 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    anchors: int = 0,
 ) -> torch.Tensor:
     """Causal attention of every sequence of the batch over its own pages; see the contract for shapes."""
     out = queries.new_empty(*queries.shape[:2], value_pages.width)
     for s, context_len in enumerate(batch.context_lens):
         begin, end = batch.cu_seqlens_q[s], batch.cu_seqlens_q[s + 1]
         first_key = 0 if sliding_window is None else max(0, context_len - (end - begin) - sliding_window + 1)
-        slots = _slots(batch.block_tables[s], first_key, context_len, batch.block_size)
+        tokens = torch.arange(first_key, context_len, device=queries.device)
+        tokens = torch.cat([torch.arange(min(anchors, first_key), device=queries.device), tokens])
+        slots = slots_of(batch.block_tables[s], tokens, batch.block_size)
         keys, values = key_pages.read(slots), value_pages.read(slots)
-        attended = attention_of_sequence(queries[begin:end].float(), keys, values, scale, sliding_window, softcap, sinks)
+        mask = _mask(context_len - (end - begin), context_len, tokens, sliding_window, anchors)
+        attended = _attend(queries[begin:end].float(), keys, values, mask, scale, softcap, sinks)
         out[begin:end] = attended.to(queries.dtype)
     return out
 
@@ -40,22 +44,22 @@ def attention_of_sequence(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The last Tq tokens of one sequence over the keys and values of its last Tk: float32 [Tq, num_heads, head_dim]."""
-    mask = _mask(len(queries), 0, len(keys), sliding_window, queries.device)
+    tokens = torch.arange(len(keys), device=queries.device)
+    mask = _mask(len(keys) - len(queries), len(keys), tokens, sliding_window, 0)
     return _attend(queries, keys, values, mask, scale, softcap, sinks)
 
 
-def _slots(block_table: torch.Tensor, first: int, last: int, block_size: int) -> torch.Tensor:
-    """Cache slots of the tokens first … last − 1."""
-    tokens = torch.arange(first, last, device=block_table.device)
+def slots_of(block_table: torch.Tensor, tokens: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Cache slots of these tokens of a sequence."""
     return block_table[tokens // block_size] * block_size + tokens % block_size
 
 
-def _mask(num_queries: int, first_key: int, last_key: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """True where query i (position last_key − num_queries + i) may see key j (position first_key + j)."""
-    rows = torch.arange(last_key - num_queries, last_key, device=device)[:, None]
-    columns = torch.arange(first_key, last_key, device=device)[None, :]
+def _mask(first_query: int, last_query: int, keys: torch.Tensor, window: int | None, anchors: int) -> torch.Tensor:
+    """True where the query of row i (position first_query + i) may see the key of column j (position keys[j])."""
+    rows = torch.arange(first_query, last_query, device=keys.device)[:, None]
+    columns = keys[None, :]
     seen = columns <= rows
-    return seen if window is None else seen & (rows - columns < window)
+    return seen if window is None else seen & ((rows - columns < window) | (columns < anchors))
 
 
 def _attend(

@@ -15,9 +15,9 @@ constexpr int64_t kFewestHeads = 8;      // the same for the heads that share a 
 class Planner {
  public:
   Planner(const AttentionSequence* sequences, int64_t num_sequences, int64_t num_heads, const KvShape& shape, int64_t window,
-          int64_t threads, AttentionPlan& plan)
+          int64_t anchors, int64_t threads, AttentionPlan& plan)
       : sequences_(sequences), num_sequences_(num_sequences), kv_heads_(shape.kv_heads), group_(num_heads / shape.kv_heads),
-        max_rows_(attention_max_rows(num_heads, shape)), window_(window), threads_(threads), plan_(plan) {}
+        max_rows_(attention_max_rows(num_heads, shape)), window_(window), anchors_(window ? anchors : 0), threads_(threads), plan_(plan) {}
 
   void run() {
     plan_.items.clear();
@@ -32,9 +32,8 @@ class Planner {
         add_block(s, query, std::min(tokens, sequence.num_queries - query), split && sequence.num_queries <= kSplitQueries);
       }
     }
-    auto partitions = [](const AttentionItem& item) { return item.last_partition - item.first_partition; };
-    std::sort(plan_.items.begin(), plan_.items.end(), [partitions](const AttentionItem& a, const AttentionItem& b) {
-      return partitions(a) * a.num_queries * a.num_heads > partitions(b) * b.num_queries * b.num_heads;
+    std::sort(plan_.items.begin(), plan_.items.end(), [](const AttentionItem& a, const AttentionItem& b) {
+      return a.parts() * a.num_queries * a.num_heads > b.parts() * b.num_queries * b.num_heads;
     });
   }
 
@@ -67,8 +66,8 @@ class Planner {
     for (int64_t part = 0; part < kv_heads_ * parts_; ++part) {
       int64_t head = part / parts_, begin = group_ * (part % parts_) / parts_, end = group_ * (part % parts_ + 1) / parts_;
       AttentionItem item = {int32_t(s), int32_t(head), int32_t(head * group_ + begin), int32_t(end - begin), query, tokens,
-                            first, last, -1};
-      if (split && last - first > 1) {
+                            first, last, -1, anchors_ > 0};
+      if (split && item.parts() > 1) {
         add_split(item);
       } else {
         plan_.items.push_back(item);
@@ -76,36 +75,38 @@ class Planner {
     }
   }
 
-  void add_split(AttentionItem item) {
-    int64_t rows = item.num_queries * item.num_heads, count = item.last_partition - item.first_partition;
+  void add_split(const AttentionItem& item) {
+    int64_t rows = item.num_queries * item.num_heads, count = item.parts();
     for (int64_t row = 0; row < rows; ++row) {
       int32_t head = int32_t(item.first_head + row % item.num_heads);
       plan_.merges.push_back({item.sequence, head, item.first_query + row / item.num_heads, plan_.partial_rows + row, rows, count});
     }
-    for (int64_t partition = item.first_partition, last = item.last_partition; partition < last; ++partition) {
-      item.first_partition = partition;
-      item.last_partition = partition + 1;
-      item.partial = plan_.partial_rows;
-      plan_.items.push_back(item);
+    for (int64_t part = 0; part < count; ++part) {
+      AttentionItem one = item;
+      one.anchors = item.partition(part) < 0;
+      one.first_partition = one.anchors ? 0 : item.partition(part);
+      one.last_partition = one.anchors ? 0 : one.first_partition + 1;
+      one.partial = plan_.partial_rows;
+      plan_.items.push_back(one);
       plan_.partial_rows += rows;
     }
   }
 
   const AttentionSequence* sequences_;
-  int64_t num_sequences_, kv_heads_, group_, max_rows_, window_, threads_, parts_ = 1;
+  int64_t num_sequences_, kv_heads_, group_, max_rows_, window_, anchors_, threads_, parts_ = 1;
   AttentionPlan& plan_;
 };
 
 }  // namespace
 
 void plan_attention(const AttentionSequence* sequences, int64_t num_sequences, int64_t num_heads, const KvShape& shape,
-                    int64_t sliding_window, int64_t threads, AttentionPlan& plan) {
-  Planner(sequences, num_sequences, num_heads, shape, sliding_window, threads, plan).run();
+                    int64_t sliding_window, int64_t anchors, int64_t threads, AttentionPlan& plan) {
+  Planner(sequences, num_sequences, num_heads, shape, sliding_window, anchors, threads, plan).run();
 }
 
 int64_t attention_max_partial_rows(int64_t max_context, int64_t num_heads, const KvShape& shape, int64_t threads) {
   int64_t sequences = (kItemsPerThread * threads - 1) / shape.kv_heads;
-  return sequences * kSplitQueries * num_heads * ceil_div(max_context, kPartition);
+  return sequences * kSplitQueries * num_heads * (ceil_div(max_context, kPartition) + 1);
 }
 
 }  // namespace llmctl

@@ -14,6 +14,7 @@
 // of its own over its tiles, in order; partitions are merged in order, by one formula. Everything that is summed for a
 // query (along head_dim, along keys) is one chain in index order over the keys this query sees and no others. So its result
 // has the same bits in decode, in a prefill of any chunking, beside any other queries and for any number of threads.
+// Anchors, the first tokens that are seen beside a window, are a partition of their own before the others, which leave them out.
 // A slot that no visible token was stored to is never part of a product that is kept: pages may hold anything there.
 #pragma once
 
@@ -107,9 +108,11 @@ struct AttentionCall {
   float* out;               // [tokens][num_heads][kv_value_dim], tokens out_stride apart
   int64_t out_stride;
   const float* sinks = nullptr;   // [num_heads]: one more score for every query of a head, whose value is 0; null: none
+  int64_t anchors = 0;            // so many first tokens, at most a page, are seen beside the window
 };
 
-// A block of queries of one sequence in query heads that share a kv head, over partitions first .. last - 1 of its keys.
+// A block of queries of one sequence in query heads that share a kv head, over partitions first .. last - 1 of its keys, and
+// before them the anchors.
 struct AttentionItem {
   int32_t sequence;
   int32_t kv_head;
@@ -120,7 +123,14 @@ struct AttentionItem {
   int64_t first_partition;
   int64_t last_partition;
   int64_t partial;          // first partial row to write (one a query and head); -1: writes `out`
+  bool anchors;
+
+  int64_t parts() const { return last_partition - first_partition + anchors; }
+  // The partition that part `i` is; -1: the anchors.
+  int64_t partition(int64_t i) const { return anchors && i == 0 ? -1 : first_partition + i - anchors; }
 };
+
+struct AttentionKernels;
 
 // One query head whose partitions were computed by several items: partial rows partial, partial + stride, ...
 struct AttentionMerge {
@@ -132,6 +142,30 @@ struct AttentionMerge {
   int64_t count;
 };
 
+// The weights that the last queries of a sequence give to its tokens. Query head h reads kv head h / (num_heads / kv_heads).
+struct VoteCall {
+  KvPages pages;
+  const int64_t* block_table;
+  int64_t length;           // tokens
+  int64_t num_queries;      // the last of them
+  int64_t num_heads;
+  const float* queries;     // [num_queries][num_heads][head_dim]
+  float scale, softcap;     // as in AttentionCall
+  const float* sinks;
+  const AttentionKernels* kernels;   // whose layout the pages have
+};
+
+// Rows (query x head of the group) first .. first + count - 1 of one kv head.
+struct VoteItem { int64_t kv_head, first, count; };
+
+constexpr int64_t kVoteRows = 96;
+
+// Floats of an item's scratch, 64-byte aligned.
+static inline int64_t vote_scratch_floats(const KvShape& shape, int64_t length) {
+  return kVoteRows * ((length + kKeyTile - 1) / kKeyTile * kKeyTile + 2 * padded_head_dim(shape.head_dim)) +
+         kKeyTile * shape.head_dim;
+}
+
 struct AttentionKernels {
   // One token's key and value [head_dim] of one kv head, rounded to nearest even; slot = page * 16 + offset, -1: nothing.
   // key or value may be null: the other is stored alone. Latent pages take no values.
@@ -142,6 +176,12 @@ struct AttentionKernels {
   void (*run)(const AttentionCall& call, const AttentionItem& item, float* scratch, float* partials);
   // After all items: independent of each other as well.
   void (*merge)(const AttentionCall& call, const AttentionMerge& merge, const float* partials);
+  // A token's key and value of one kv head as they are stored, bit for bit, to another slot.
+  void (*move)(const KvPages& pages, int64_t kv_head, int64_t source, int64_t target);
+  // The keys of a page's 16 tokens: out[d * kKeyTile + token], rotated where the pages are.
+  void (*load_keys)(const KvPages& pages, int64_t page, int64_t kv_head, float* out);
+  // attention_votes.inl.hpp.
+  void (*vote)(const VoteCall& call, const VoteItem& item, float* scratch, float* votes);
 };
 
 // attention_bf16.inl.hpp: rows at a time, and what one row of scores takes, padded so that rows do not share cache sets.
@@ -177,7 +217,7 @@ struct AttentionPlan {
 // How the work is divided never changes a bit of the result.
 constexpr int64_t kSplitQueries = 8;
 void plan_attention(const AttentionSequence* sequences, int64_t num_sequences, int64_t num_heads, const KvShape& shape,
-                    int64_t sliding_window, int64_t threads, AttentionPlan& plan);
+                    int64_t sliding_window, int64_t anchors, int64_t threads, AttentionPlan& plan);
 
 // Partial rows no plan exceeds whose contexts are at most `max_context` long.
 int64_t attention_max_partial_rows(int64_t max_context, int64_t num_heads, const KvShape& shape, int64_t threads);

@@ -120,11 +120,11 @@ class ItemRun {
 
   void run(float* partials) {
     load_queries();
-    for (int64_t p = item_.first_partition; p < item_.last_partition; ++p) {
-      run_partition(p);
+    for (int64_t part = 0; part < item_.parts(); ++part) {
+      run_partition(item_.partition(part));
       if (item_.partial >= 0) {
-        write_partial(partials + (item_.partial + (p - item_.first_partition) * rows_) * attention_partial_floats(shape_));
-      } else if (p == item_.first_partition) {   // merged with nothing
+        write_partial(partials + (item_.partial + part * rows_) * attention_partial_floats(shape_));
+      } else if (part == 0) {   // merged with nothing
         Softmax first = partition_;
         partition_ = total_;
         total_ = first;
@@ -140,9 +140,9 @@ class ItemRun {
 
   // Keys [low, high) of the tile that begins at `start` are those that token `i` of the block sees; none if low >= high.
   int64_t low(int64_t start, int64_t i) const {
-    return call_.sliding_window ? larger(first_position_ + i - call_.sliding_window + 1 - start, 0) : 0;
+    return window_ ? larger(larger(first_position_ + i - window_ + 1, first_key_) - start, 0) : 0;
   }
-  int64_t high(int64_t start, int64_t i) const { return smaller(first_position_ + i + 1 - start, kKeyTile); }
+  int64_t high(int64_t start, int64_t i) const { return smaller(smaller(first_position_ + i + 1, end_key_) - start, kKeyTile); }
 
   void load_queries() {
     F32 factor = set_f32(call_.softcap != 0 ? call_.scale / call_.softcap : call_.scale * kLog2E);
@@ -165,18 +165,23 @@ class ItemRun {
 
   void run_partition(int64_t index) {
     clear_partition();
-    int64_t end = smaller((index + 1) * kPartition, first_position_ + item_.num_queries);
-    for (int64_t start = index * kPartition; start < end; start += kKeyTile) run_tile(start);
+    const bool is_anchors = index < 0;
+    window_ = is_anchors ? 0 : call_.sliding_window;
+    first_key_ = is_anchors || !window_ ? 0 : call_.anchors;
+    end_key_ = is_anchors ? call_.anchors : sequence_.context_len;
+    int64_t end = smaller(is_anchors ? end_key_ : (index + 1) * kPartition, first_position_ + item_.num_queries);
+    for (int64_t start = larger(index, 0) * kPartition; start < end; start += kKeyTile) run_tile(start);
     for (int64_t r = 0; r < rows_; ++r) partition_.sums[r] = reduce_add(load_f32(lane_sums_ + 16 * r));
   }
 
   void run_tile(int64_t start) {
-    int64_t window = call_.sliding_window, tokens = item_.num_queries, ahead = start - first_position_;
-    int64_t first = between(ahead, 0, tokens);   // tokens that see any key of the tile
+    int64_t window = window_, tokens = item_.num_queries, ahead = start - first_position_;
+    int64_t first = between(larger(start, first_key_) - first_position_, 0, tokens);   // tokens that see any key of the tile
     int64_t last = window ? between(ahead + kKeyTile + window - 1, 0, tokens) : tokens;
     if (first >= last) return;
     load_tile(start, low(start, first), high(start, last - 1));
-    int64_t whole = between(ahead + kKeyTile - 1, first, last);   // tokens that see all of it
+    const bool is_cut = start < first_key_ || end_key_ - start < kKeyTile;   // anchors are not a whole tile
+    int64_t whole = is_cut ? last : between(ahead + kKeyTile - 1, first, last);   // tokens that see all of it
     int64_t whole_end = window ? between(ahead + window, whole, last) : last;
     int64_t step = larger(1, kRowsAtOnce / group_);
     for (int64_t token = first; token < last; token += step) {
@@ -356,6 +361,7 @@ class ItemRun {
   const AttentionSequence& sequence_;
   const int64_t group_, rows_, width_, value_width_;   // group: heads of the item
   const int64_t first_position_;   // of the block's first token
+  int64_t window_ = 0, first_key_ = 0, end_key_ = 0;   // of the partition at hand: its window, and the keys it is about
   PageHead heads_[kKeyTile / kPageTokens];   // the pages of the tile at hand
   float *queries_, *keys_, *values_, *scores_;   // [rows][width], [head_dim][64], panels (load_values), [rows][64]
   Softmax partition_, total_;
@@ -365,8 +371,5 @@ class ItemRun {
 inline void run_item(const AttentionCall& call, const AttentionItem& item, float* scratch, float* partials) {
   ItemRun(call, item, scratch).run(partials);
 }
-
-// `inline` gives it one address a namespace, and each instruction set is a namespace of its own.
-inline const AttentionKernels attention_kernels = {store, load, run_item, merge_item};
 
 }  // namespace llmctl::LLMCTL_ISA

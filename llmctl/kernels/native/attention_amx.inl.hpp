@@ -228,7 +228,8 @@ class TileRun : public BlockRun<TileRun> {
 };
 
 extern const AttentionKernels tile_attention;   // not inline: cpu.cpp asks for it
-const AttentionKernels tile_attention = {store_pairs<TileRun>, load_pairs<TileRun>, run_pairs<TileRun>, merge_pairs};
+const AttentionKernels tile_attention = {store_pairs<TileRun>, load_pairs<TileRun>,     run_pairs<TileRun>, merge_pairs,
+                                         move_pairs<TileRun>,  load_pair_keys<TileRun>, vote_pairs};
 
 }  // namespace LLMCTL_ISA
 }  // namespace llmctl

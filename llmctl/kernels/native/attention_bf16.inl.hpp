@@ -103,9 +103,9 @@ class BlockRun {
 
   void run(float* partials) {
     load_queries();
-    for (int64_t p = item_.first_partition; p < item_.last_partition; ++p) {
-      begin_partition(p);
-      for (int64_t row = 0; row < rows_; row += kBlockRows) run_block(p, row, smaller(kBlockRows, rows_ - row), partials);
+    for (int64_t part = 0; part < item_.parts(); ++part) {
+      begin_partition(item_.partition(part));
+      for (int64_t row = 0; row < rows_; row += kBlockRows) run_block(part, row, smaller(kBlockRows, rows_ - row), partials);
     }
     if (item_.partial < 0) write_out();
   }
@@ -116,8 +116,8 @@ class BlockRun {
   // What the token of a row sees.
   Range seen(int64_t row) const {
     int64_t position = first_position_ + row / group_ - start_;
-    int64_t low = call_.sliding_window ? larger(position - call_.sliding_window + 1, 0) : 0;
-    return {smaller(low, kPartition), between(position + 1, 0, kPartition)};
+    int64_t low = window_ ? larger(larger(position - window_ + 1, first_key_ - start_), 0) : 0;
+    return {smaller(low, kPartition), between(smaller(position + 1, end_key_ - start_), 0, kPartition)};
   }
 
   // A query's sign takes that of the scale (0: all scores are 0), so that the largest score has the largest weight.
@@ -134,7 +134,11 @@ class BlockRun {
   }
 
   void begin_partition(int64_t index) {
-    start_ = index * kPartition;
+    const bool is_anchors = index < 0;
+    start_ = larger(index, 0) * kPartition;
+    window_ = is_anchors ? 0 : call_.sliding_window;
+    first_key_ = is_anchors || !window_ ? 0 : call_.anchors;
+    end_key_ = is_anchors ? call_.anchors : sequence_.context_len;
     item_range_ = {seen(0).low, seen(rows_ - 1).high};
     for (int64_t page = 0; page < kPartitionPages; ++page) {   // beside what is seen: any page that is there
       int64_t nearest = between(page, item_range_.low / kPageTokens, (item_range_.high - 1) / kPageTokens);
@@ -145,14 +149,15 @@ class BlockRun {
     products().begin_values();
   }
 
-  void run_block(int64_t partition, int64_t row, int64_t rows, float* partials) {
-    Range first = seen(row), last = seen(row + rows - 1), all = {first.low, last.high};
-    bool alone = partition == item_.first_partition;   // merged with nothing yet
+  void run_block(int64_t part, int64_t row, int64_t rows, float* partials) {
+    Range all = {seen(row).low, seen(row + rows - 1).high};
+    if (all.low >= all.high) all = {0, 0};
+    bool alone = part == 0;   // merged with nothing yet
     Softmax to = alone ? Softmax{total_.maxima + row, total_.sums + row, total_.rows + row * value_dim_, value_dim_} : block_;
     int64_t partial_floats = attention_partial_floats(call_.pages.shape);
     float* partial = nullptr;
     if (item_.partial >= 0) {
-      partial = partials + (item_.partial + (partition - item_.first_partition) * rows_ + row) * partial_floats;
+      partial = partials + (item_.partial + part * rows_ + row) * partial_floats;
       to = {block_.maxima, block_.sums, partial, partial_floats};
     }
     products().begin_block(rows);
@@ -255,6 +260,7 @@ class BlockRun {
   const int64_t first_position_;   // of the block's first token
   const float factor_;             // scores times this are in powers of two
   int64_t start_;                  // the partition's first key
+  int64_t window_, first_key_, end_key_;   // its window, and the keys it is about
   Range item_range_;               // keys of the partition that any row sees
   const uint8_t *key_pages_[kPartitionPages], *value_pages_[kPartitionPages];   // of latent pages the same
   float* scores_;                  // [32][kScoreFloats]
@@ -282,6 +288,23 @@ template <class Run>
 inline void load_pairs(const KvPages& pages, int64_t kv_head, int64_t slot, float* key, float* value) {
   if (!Run::serves(pages.shape)) return avx512::kKernels.attention->load(pages, kv_head, slot, key, value);
   load_pair_row(pages.shape, page_head(pages, slot / kPageTokens, kv_head), slot % kPageTokens, key, value);
+}
+
+template <class Run>
+inline void move_pairs(const KvPages& pages, int64_t kv_head, int64_t source, int64_t target) {
+  if (!Run::serves(pages.shape)) return avx512::kKernels.attention->move(pages, kv_head, source, target);
+  const PageHead from = page_head(pages, source / kPageTokens, kv_head), to = page_head(pages, target / kPageTokens, kv_head);
+  move_pair_row(pages.shape, from, source % kPageTokens, to, target % kPageTokens);
+}
+
+template <class Run>
+inline void load_pair_keys(const KvPages& pages, int64_t page, int64_t kv_head, float* out) {
+  if (!Run::serves(pages.shape)) return avx512::kKernels.attention->load_keys(pages, page, kv_head, out);
+  unfold_pair_keys(pages.shape, page_head(pages, page, kv_head), out);
+}
+
+inline void vote_pairs(const VoteCall& call, const VoteItem& item, float* scratch, float* votes) {
+  avx512::kKernels.attention->vote(call, item, scratch, votes);
 }
 
 // The partial rows are those of AVX-512, so that they are merged by its kernel.

@@ -38,6 +38,25 @@ inline void load_pair_row(const KvShape& shape, const PageHead& head, int64_t of
   }
 }
 
+inline void move_pair_row(const KvShape& shape, const PageHead& source, int64_t from, const PageHead& target, int64_t to) {
+  for (int64_t d = 0; d < shape.head_dim; d += 2) {
+    memmove(target.keys + (d / 2 * kPageTokens + to) * 4, source.keys + (d / 2 * kPageTokens + from) * 4, 4);
+  }
+  if (shape.latent) return;
+  const Brain* read = (const Brain*)source.values + from / 2 * 2 * shape.head_dim + from % 2;
+  Brain* written = (Brain*)target.values + to / 2 * 2 * shape.head_dim + to % 2;
+  for (int64_t d = 0; d < shape.head_dim; ++d) written[2 * d] = read[2 * d];
+}
+
+// As load_keys.
+inline void unfold_pair_keys(const KvShape& shape, const PageHead& head, float* out) {
+  for (int64_t d = 0; d < shape.head_dim; d += 2) {
+    const __m512i pairs = _mm512_loadu_si512(head.keys + d / 2 * kPageTokens * 4);
+    _mm512_storeu_si512(out + d * kKeyTile, _mm512_slli_epi32(pairs, 16));
+    _mm512_storeu_si512(out + (d + 1) * kKeyTile, _mm512_and_si512(pairs, _mm512_set1_epi32(int(0xFFFF0000u))));
+  }
+}
+
 // Which halves of the lanes of a pair of keys are seen by someone who sees keys [low, high); the first key of it is `key`.
 inline __m512i pair_mask(int64_t key, int64_t low, int64_t high) {
   uint32_t first = key >= low && key < high ? 0xFFFFu : 0, second = key + 1 >= low && key + 1 < high ? 0xFFFF0000u : 0;

@@ -138,7 +138,8 @@ class DotRun : public BlockRun<DotRun> {
 };
 
 extern const AttentionKernels dot_attention;   // not inline: cpu.cpp asks for it
-const AttentionKernels dot_attention = {store_pairs<DotRun>, load_pairs<DotRun>, run_pairs<DotRun>, merge_pairs};
+const AttentionKernels dot_attention = {store_pairs<DotRun>, load_pairs<DotRun>,     run_pairs<DotRun>, merge_pairs,
+                                        move_pairs<DotRun>,  load_pair_keys<DotRun>, vote_pairs};
 
 }  // namespace LLMCTL_ISA
 }  // namespace llmctl

@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <optional>
@@ -119,35 +120,111 @@ void run_plan(const AttentionKernels& kernels, const AttentionCall& call, const 
 NewRows bound_attention(const std::string& isa, const KvMemory& memory, const Rows& queries,
                         const std::vector<int64_t>& cu_seqlens_q, const std::vector<int64_t>& context_lens,
                         const std::vector<Integers>& block_tables, float scale, int64_t sliding_window, float softcap,
-                        int threads, const std::optional<Vector>& sinks) {
+                        int threads, const std::optional<Vector>& sinks, int64_t anchors) {
   const KvShape& shape = memory.pages().shape;
   int64_t tokens = int64_t(queries.shape(0)), heads = int64_t(queries.shape(1)), row = heads * shape.head_dim;
   require(int64_t(queries.shape(2)) == shape.head_dim && heads % shape.kv_heads == 0,
           "queries must be [tokens, a multiple of the kv heads, head_dim]");
   require(sliding_window >= 0 && softcap >= 0 && threads > 0, "window and softcap are 0 or positive, threads positive");
+  require(anchors >= 0 && anchors <= kPageTokens, "anchors are at most a page");
   require(!sinks || int64_t(sinks->size()) == heads, "one sink a query head");
   auto sequences = sequences_of(cu_seqlens_q, context_lens, block_tables, tokens, memory.num_pages());
   NewRows out = new_rows(queries.shape(0), heads, kv_value_dim(shape));
   AttentionCall call = {memory.pages(), sequences.data(), heads, scale, softcap, sliding_window, queries.data(), row,
-                        out.data(), heads * kv_value_dim(shape), sinks ? sinks->data() : nullptr};
+                        out.data(), heads * kv_value_dim(shape), sinks ? sinks->data() : nullptr, anchors};
   AttentionPlan plan;
-  plan_attention(sequences.data(), int64_t(sequences.size()), heads, shape, sliding_window, threads, plan);
+  plan_attention(sequences.data(), int64_t(sequences.size()), heads, shape, sliding_window, anchors, threads, plan);
   const AttentionKernels& kernels = *kernels_named(isa).attention;
   nb::gil_scoped_release release;
   run_plan(kernels, call, plan, threads);
   return out;
 }
 
+// Rows (query x head of a group) of all kv heads, a few at a time.
+std::vector<VoteItem> vote_items(int64_t kv_heads, int64_t rows) {
+  std::vector<VoteItem> items;
+  for (int64_t head = 0; head < kv_heads; ++head) {
+    for (int64_t first = 0; first < rows; first += kVoteRows) items.push_back({head, first, std::min(kVoteRows, rows - first)});
+  }
+  return items;
+}
+
+// Each item has votes of its own, which are added in order: the sums do not depend on who came first.
+void count_votes(ThreadPool& pool, const VoteCall& call, float* votes) {
+  const KvShape& shape = call.pages.shape;
+  const auto items = vote_items(shape.kv_heads, call.num_queries * (call.num_heads / shape.kv_heads));
+  const int64_t floats = vote_scratch_floats(shape, call.length);
+  AlignedArray<float> scratch;
+  scratch.reserve(pool.size() * floats);
+  std::vector<float> parts(items.size() * size_t(call.length), 0.0f);
+  std::atomic<size_t> next{0};
+  pool.run([&](int worker) {
+    for (size_t i; (i = next++) < items.size();)
+      call.kernels->vote(call, items[i], scratch.get() + worker * floats, parts.data() + i * size_t(call.length));
+  });
+  std::fill(votes, votes + shape.kv_heads * call.length, 0.0f);
+  for (size_t i = 0; i < items.size(); ++i) {
+    float* sum = votes + items[i].kv_head * call.length;
+    for (int64_t t = 0; t < call.length; ++t) sum[t] += parts[i * size_t(call.length) + size_t(t)];
+  }
+}
+
+nb::ndarray<nb::numpy, float, nb::ndim<2>> bound_votes(ThreadPool& pool, const KvMemory& memory, const Rows& queries,
+                                                       const Integers& table, int64_t length, float scale, float softcap,
+                                                       const std::optional<Vector>& sinks) {
+  const KvShape& shape = memory.pages().shape;
+  const int64_t count = int64_t(queries.shape(0)), heads = int64_t(queries.shape(1));
+  require(int64_t(queries.shape(2)) == shape.head_dim && heads % shape.kv_heads == 0,
+          "queries must be [tokens, a multiple of the kv heads, head_dim]");
+  require(count > 0 && count <= length && (length + kPageTokens - 1) / kPageTokens <= int64_t(table.size()),
+          "there must be as many tokens as queries, and a page for each");
+  require(!sinks || int64_t(sinks->size()) == heads, "one sink a query head");
+  for (size_t i = 0; i < table.size(); ++i) {
+    require(table(i) >= 0 && table(i) < memory.num_pages(), "a page is outside the pages");
+  }
+  float* votes = new float[size_t(shape.kv_heads * length)];
+  nb::capsule owner(votes, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+  const VoteCall call = {memory.pages(), table.data(), length, count, heads, queries.data(), scale, softcap,
+                         sinks ? sinks->data() : nullptr, active_kernels()->attention};
+  {
+    nb::gil_scoped_release release;
+    count_votes(pool, call, votes);
+  }
+  return nb::ndarray<nb::numpy, float, nb::ndim<2>>(votes, {size_t(shape.kv_heads), size_t(length)}, owner);
+}
+
+void move_tokens(ThreadPool& pool, KvMemory& memory, const nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& sources,
+                 const Integers& targets) {
+  const int64_t heads = memory.pages().shape.kv_heads, count = int64_t(targets.size());
+  require(int64_t(sources.shape(0)) == heads && int64_t(sources.shape(1)) == count, "sources must be [kv heads, targets]");
+  require_slots(memory, targets, 0);
+  for (int64_t i = 0; i < heads * count; ++i) {
+    require(sources.data()[i] >= 0 && sources.data()[i] < memory.num_pages() * kPageTokens, "a slot is outside the pages");
+  }
+  nb::gil_scoped_release release;
+  std::atomic<int64_t> next{0};
+  pool.run([&](int) {
+    for (int64_t head; (head = next++) < heads;) {
+      for (int64_t i = 0; i < count; ++i) {
+        active_kernels()->attention->move(memory.pages(), head, sources.data()[head * count + i], targets(size_t(i)));
+      }
+    }
+  });
+}
+
 }  // namespace
 
 void bind_attention(nb::module_& m) {
+  m.def("attention_votes", &bound_votes, nb::arg("pool"), nb::arg("pages"), nb::arg("queries"), nb::arg("block_table"),
+        nb::arg("length"), nb::arg("scale"), nb::arg("softcap") = 0.0f, nb::arg("sinks") = nb::none());
+  m.def("move_tokens", &move_tokens, nb::arg("pool"), nb::arg("pages"), nb::arg("sources"), nb::arg("targets"));
   m.def("fill_pages", &fill_pages, nb::arg("pages"), nb::arg("byte"));
   m.def("store_kv", &store_rows, nb::arg("isa"), nb::arg("pages"), nb::arg("keys"), nb::arg("values").none(),
         nb::arg("slots"));
   m.def("load_kv", &load_rows, nb::arg("isa"), nb::arg("pages"), nb::arg("slots"));
   m.def("attention", &bound_attention, nb::arg("isa"), nb::arg("pages"), nb::arg("queries"), nb::arg("cu_seqlens_q"),
         nb::arg("context_lens"), nb::arg("block_tables"), nb::arg("scale"), nb::arg("sliding_window") = 0,
-        nb::arg("softcap") = 0.0f, nb::arg("threads") = 1, nb::arg("sinks") = nb::none());
+        nb::arg("softcap") = 0.0f, nb::arg("threads") = 1, nb::arg("sinks") = nb::none(), nb::arg("anchors") = 0);
 }
 
 }  // namespace llmctl

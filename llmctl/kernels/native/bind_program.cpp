@@ -38,6 +38,7 @@ constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 struct Group {
   int64_t num_pages = kUnlimited;   // that all of the memories have
   int64_t window = -1;
+  int64_t anchors = 0;
 
   int64_t num_slots() const { return num_pages == kUnlimited ? kUnlimited : num_pages * kPageTokens; }
   void see(int64_t tokens) { window = tokens == 0 || window == 0 ? 0 : std::max(window, tokens); }
@@ -237,7 +238,8 @@ std::vector<AttentionSequence> sequences_of(const std::vector<int64_t>& cu_seqle
     require(static_cast<int64_t>(tables[s].size()) >= pages, "a block table is too short");
     // What no query sees is never read: its page may be gone.
     const int64_t first = group.window > 0 ? std::max<int64_t>(0, context_lens[s] - queries - group.window + 1) : 0;
-    const int64_t gone = group.window < 0 ? pages : first / kPageTokens;
+    const int64_t gone = group.window < 0 ? pages : first / kPageTokens, anchors = std::min<int64_t>(gone, group.anchors > 0);
+    require_range(tables[s].data(), group.window < 0 ? 0 : anchors, 0, group.num_pages, "a page of a block table");
     require_range(tables[s].data() + gone, pages - gone, 0, group.num_pages, "a page of a block table");
     sequences.push_back({cu_seqlens_q[s], queries, context_lens[s], tables[s].data()});
   }
@@ -436,15 +438,17 @@ void bind_program(nb::module_& m) {
            nb::arg("shared").none(), nb::arg("shared_bias").none(), nb::arg("routing"), nb::arg("activation"), nb::arg("counts"))
       .def("add_attention_phase",
            [](OwningProgram& self, int queries, int out, const nb::object& pages, int group, int64_t num_heads, float scale,
-              int64_t window, float softcap, const nb::object& sinks) {
+              int64_t window, float softcap, const nb::object& sinks, int64_t anchors) {
+             require(anchors >= 0 && anchors <= kPageTokens, "anchors are at most a page");
              require(sinks.is_none() || nb::cast<Numbers>(sinks, false).size() == static_cast<size_t>(num_heads),
                      "one sink a query head");
              const float* numbers = sinks.is_none() ? nullptr : vector_of(self, sinks);
              const KvPages* memory = pages_of(self, pages, group);
              self.limits(group).see(window);
-             self.program.add_attention_phase(queries, out, memory, group, num_heads, scale, window, softcap, numbers);
+             self.limits(group).anchors = std::max(self.limits(group).anchors, anchors);
+             self.program.add_attention_phase(queries, out, memory, group, num_heads, scale, window, softcap, numbers, anchors);
            }, nb::arg("queries"), nb::arg("out"), nb::arg("pages"), nb::arg("group"), nb::arg("num_heads"), nb::arg("scale"),
-           nb::arg("window"), nb::arg("softcap"), nb::arg("sinks") = nb::none())
+           nb::arg("window"), nb::arg("softcap"), nb::arg("sinks") = nb::none(), nb::arg("anchors") = 0)
       .def("run", &run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("slots"), nb::arg("rows"), nb::arg("cu_seqlens_q"),
            nb::arg("context_lens"), nb::arg("block_tables"), nb::arg("inv_freqs"), nb::arg("result"),
            nb::arg("poll") = nb::none())

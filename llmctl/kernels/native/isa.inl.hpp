@@ -2,7 +2,7 @@
 // with the flags) over the 16-lane interface that is included before.
 #pragma once
 
-#include "attention.inl.hpp"
+#include "attention_votes.inl.hpp"
 #include "kernels.hpp"
 #include "linear.inl.hpp"
 #include "peak.inl.hpp"

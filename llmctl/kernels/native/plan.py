@@ -361,8 +361,8 @@ def build(program: Any, graph: Graph, result: Value) -> int:
 def _add_attention(program: Any, node: Node, buffers: Buffers) -> None:
     a, queries = node.attributes, node.inputs[0]
     source, out = buffers[queries], buffers[node.outputs[0]]
-    window, softcap = a["window"] or 0, a["softcap"] or 0.0
-    program.add_attention_phase(source, out, a["pages"], a["group"], queries.shape[0], a["scale"], window, softcap, a["sinks"])
+    window, softcap, others = a["window"] or 0, a["softcap"] or 0.0, (a["sinks"], a["anchors"])
+    program.add_attention_phase(source, out, a["pages"], a["group"], queries.shape[0], a["scale"], window, softcap, *others)
 
 
 def _add_mixture(program: Any, mixture: _Mixture, buffers: Buffers) -> None:

@@ -19,6 +19,7 @@ struct Program::AttentionPhase : Program::Phase {
   int64_t window;
   float softcap;
   const float* sinks;
+  int64_t anchors;
   std::atomic<int64_t> next_item{0}, next_merge{0};
 
   void prepare(Program& program) override {
@@ -54,7 +55,7 @@ struct Program::AttentionPhase : Program::Phase {
     return {*pages,         program.input_->maps[group].sequences.data(), num_heads,
             scale,          softcap,                          window,
             program.data(queries), program.width(queries),    program.buffers_[out].data.get(),
-            program.width(out), sinks};
+            program.width(out), sinks,                        anchors};
   }
 };
 
@@ -92,19 +93,20 @@ int Program::add_buffer(int64_t width, Domain domain) {
   return static_cast<int>(buffers_.size()) - 1;
 }
 
-int Program::shared_plan(const KvShape& shape, int group, int64_t num_heads, int64_t window) {
+int Program::shared_plan(const KvShape& shape, int group, int64_t num_heads, int64_t window, int64_t anchors) {
   for (size_t i = 0; i < plans_.size(); i++) {
     const SharedPlan& p = plans_[i];
     const bool same = p.shape.key_type == shape.key_type && p.shape.value_type == shape.value_type &&
                       p.shape.latent == shape.latent && p.shape.kv_heads == shape.kv_heads && p.shape.head_dim == shape.head_dim;
-    if (same && p.group == group && p.num_heads == num_heads && p.window == window) return static_cast<int>(i);
+    if (same && p.group == group && p.num_heads == num_heads && p.window == window && p.anchors == anchors)
+      return static_cast<int>(i);
   }
-  plans_.push_back({shape, group, num_heads, window, {}});
+  plans_.push_back({shape, group, num_heads, window, anchors, {}});
   return static_cast<int>(plans_.size()) - 1;
 }
 
 void Program::add_attention_phase(int queries, int out, const KvPages* pages, int group, int64_t num_heads, float scale,
-                                  int64_t window, float softcap, const float* sinks) {
+                                  int64_t window, float softcap, const float* sinks, int64_t anchors) {
   auto phase = std::make_unique<AttentionPhase>();
   phase->queries = queries;
   phase->out = out;
@@ -115,7 +117,8 @@ void Program::add_attention_phase(int queries, int out, const KvPages* pages, in
   phase->window = window;
   phase->softcap = softcap;
   phase->sinks = sinks;
-  phase->plan = shared_plan(pages->shape, group, num_heads, window);
+  phase->anchors = anchors;
+  phase->plan = shared_plan(pages->shape, group, num_heads, window, anchors);
   add_phase(std::move(phase));
 }
 
@@ -127,7 +130,8 @@ void Program::prepare() {
   }
   for (SharedPlan& p : plans_) {
     const std::vector<AttentionSequence>& sequences = input_->maps[p.group].sequences;
-    plan_attention(sequences.data(), static_cast<int64_t>(sequences.size()), p.num_heads, p.shape, p.window, pool_->size(), p.plan);
+    plan_attention(sequences.data(), static_cast<int64_t>(sequences.size()), p.num_heads, p.shape, p.window, p.anchors,
+                   pool_->size(), p.plan);
   }
   for (auto& phase : phases_) phase->prepare(*this);
 }

@@ -131,7 +131,7 @@ class Program {
   int add_buffer(int64_t width, Domain domain);
   void add_matrix_phase(Domain domain, std::vector<RowOp> before, int input, std::vector<Segment> segments);
   void add_attention_phase(int queries, int out, const KvPages* pages, int group, int64_t num_heads, float scale,
-                           int64_t window, float softcap, const float* sinks = nullptr);
+                           int64_t window, float softcap, const float* sinks = nullptr, int64_t anchors = 0);
 
   void add_moe_phase(const MoeBuffers& buffers, std::unique_ptr<Moe> moe);
 
@@ -167,10 +167,10 @@ class Program {
   struct SharedPlan {
     KvShape shape;
     int group;
-    int64_t num_heads, window;
+    int64_t num_heads, window, anchors;
     AttentionPlan plan;
   };
-  int shared_plan(const KvShape& shape, int group, int64_t num_heads, int64_t window);
+  int shared_plan(const KvShape& shape, int group, int64_t num_heads, int64_t window, int64_t anchors);
 
   void add_phase(std::unique_ptr<Phase> phase);
   void prefetch_after(const Phase& phase, int worker) const;

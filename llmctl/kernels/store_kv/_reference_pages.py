@@ -42,6 +42,10 @@ class PlainPages:
         """Some slots to others."""
         self.numbers.view(torch.uint8)[target] = self.numbers.view(torch.uint8)[source].clone()
 
+    def move(self, head: int, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """One head's rows of some slots to others."""
+        self.numbers.view(torch.uint8)[targets, head] = self.numbers.view(torch.uint8)[sources, head]
+
 
 class BlockPages:
     """Rows as files have them. block: numbers that are rotated together before they are rounded, 0 for none."""
@@ -68,6 +72,10 @@ class BlockPages:
     def copy(self, source: slice, target: slice) -> None:
         """Some slots to others."""
         self.rows[target] = self.rows[source].clone()
+
+    def move(self, head: int, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """One head's rows of some slots to others."""
+        self.rows[targets.cpu(), head] = self.rows[sources.cpu(), head]
 
 
 def make_side(shape: tuple[int, int, int], side: str, device: str, *latent: int) -> PlainPages | BlockPages:

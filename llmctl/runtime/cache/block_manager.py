@@ -8,12 +8,12 @@ is never written while somebody else may read it: its writer takes a copy first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from llmctl.runtime.cache.memory import BLOCK_SIZE, CachePlan
+from llmctl.runtime.cache.memory import BLOCK_SIZE, CachePlan, LayerGroup
 from llmctl.runtime.cache.page_pool import PagePool
 from llmctl.runtime.cache.prefix_tree import PrefixNode
 
@@ -25,11 +25,11 @@ class BlockTable:
     """A sequence's pages, in order. They lie in an array with room to grow, because a step is described by one, and to make it
     of a list would cost more with every token.
 
-    first: the first page that is held; those before it are GONE.
+    first: the first page that is held; those before it are GONE, but for the first `anchors` pages, which never are.
     """
 
-    def __init__(self, pages: Iterable[int] = ()) -> None:
-        self._room, self._length, self.first = np.empty(16, np.int64), 0, 0
+    def __init__(self, pages: Iterable[int] = (), anchors: int = 0) -> None:
+        self._room, self._length, self.first, self.anchors = np.empty(16, np.int64), 0, 0, anchors
         self.extend(pages)
 
     @property
@@ -38,9 +38,14 @@ class BlockTable:
         return self._room[: self._length]
 
     @property
+    def places(self) -> list[int]:
+        """Where in the table the pages are that are not gone."""
+        return [*range(min(self.anchors, self.first, self._length)), *range(self.first, self._length)]
+
+    @property
     def held(self) -> list[int]:
         """The pages that are not gone."""
-        return self.array[self.first :].tolist()
+        return self.array[: min(self.anchors, self.first)].tolist() + self.array[self.first :].tolist()
 
     def __len__(self) -> int:
         return self._length
@@ -63,29 +68,44 @@ class BlockTable:
 
     def cut(self, length: int) -> list[int]:
         """Keep the first `length` pages; returns the others, but for those gone."""
-        removed: list[int] = self.array[max(length, self.first) :].tolist()
+        removed: list[int] = [self[place] for place in self.places if place >= length]
         self._length = min(self._length, length)
         self.first = min(self.first, self._length)
         return removed
 
+    def before(self, index: int) -> list[int]:
+        """The pages before `index` that are neither gone nor anchors."""
+        pages: list[int] = self.array[max(self.first, self.anchors) : index].tolist()
+        return pages
+
     def drop_before(self, index: int) -> list[int]:
-        """The pages before `index` are gone; returns those that were not."""
-        end = min(index, self._length)
-        if end <= self.first:
-            return []
-        dropped: list[int] = self.array[self.first : end].tolist()
-        self.array[self.first : end] = GONE
-        self.first = end
+        """These pages are gone; returns them."""
+        dropped = self.before(index)
+        if dropped:
+            self.first = min(index, self._length)
+            self.array[self.first - len(dropped) : self.first] = GONE
         return dropped
+
+    def reach(self, pages: list[int], first: int) -> None:
+        """Of an empty table: its pages, of which those before `first` that are no anchors may be GONE."""
+        self.extend(pages)
+        self.first = first if first > self.anchors else 0
 
 
 class SequencePages:
-    """The pages of one sequence. tables: group by group. node: the text of its first `num_remembered` pages in the tree."""
+    """The pages of one sequence. tables: group by group. node: the text of its first `num_remembered` pages in the tree.
+    num_dropped: tokens that groups without a window have lost from their beginning, so that a later one at position p lies at
+    p − num_dropped there; the first `num_fixed` tokens can then only be taken back all at once."""
 
-    def __init__(self, num_groups: int, root: PrefixNode) -> None:
-        self.tables = [BlockTable() for _ in range(num_groups)]
+    def __init__(self, groups: Sequence[LayerGroup], root: PrefixNode) -> None:
+        self.tables = [BlockTable(anchors=group.anchor_pages) for group in groups]
         self.node, self.num_remembered = root, 0
+        self.num_dropped = self.num_fixed = 0
         root.pins += 1
+
+    def cached(self, window: int | None, num_tokens: int) -> int:
+        """Tokens before number `num_tokens` that a group's table counts."""
+        return num_tokens if window is not None else num_tokens - self.num_dropped
 
     def move_to(self, node: PrefixNode, num_remembered: int) -> None:
         """Follow the text to another node."""
@@ -161,7 +181,7 @@ class BlockManager:
 
     def new_pages(self) -> SequencePages:
         """For a sequence that has none yet."""
-        return SequencePages(len(self._pools), self._root)
+        return SequencePages(self.plan.groups, self._root)
 
     @property
     def num_free(self) -> int:
@@ -172,9 +192,9 @@ class BlockManager:
         """Of every group. sequences: all that hold pages, and how many of their tokens are computed."""
         filled: list[dict[int, int]] = [{} for _ in self._pools]
         for pages, num_computed in sequences:
-            for table, counts in zip(pages.tables, filled, strict=True):
-                for index, page in enumerate(table.held, table.first):
-                    tokens = min(max(num_computed - index * BLOCK_SIZE, 0), BLOCK_SIZE)
+            for table, counts, window in zip(pages.tables, filled, self.windows, strict=True):
+                for index, page in zip(table.places, table.held, strict=True):
+                    tokens = min(max(pages.cached(window, num_computed) - index * BLOCK_SIZE, 0), BLOCK_SIZE)
                     counts[page] = max(counts.get(page, 0), tokens)
         return [
             GroupStats(p.num_pages, p.num_pages - p.num_free, sum(counts.values()), p.num_remembered, p.evictions)
@@ -194,10 +214,10 @@ class BlockManager:
 
     def can_grow(self, pages: SequencePages, num_computed: int, num_tokens: int) -> bool:
         """True if there are pages for a step that brings the sequence from `num_computed` to `num_tokens` tokens."""
-        for pool, table, first in self._each(pages, num_computed, num_tokens):
-            given_back = sum(pool.is_sole(page) for page in table.array[table.first : first].tolist())
-            copied = self._is_shared(pool, table, num_computed)
-            if self.blocks_for(num_tokens) - len(table) + copied > pool.num_free + given_back:
+        for pool, table, first, begin, end in self._each(pages, num_computed, num_tokens):
+            given_back = sum(pool.is_sole(page) for page in table.before(first))
+            copied = self._is_shared(pool, table, begin)
+            if self.blocks_for(end) - len(table) + copied > pool.num_free + given_back:
                 return False
         return True
 
@@ -207,7 +227,7 @@ class BlockManager:
             wanted = self.blocks_for(num_tokens)
             if window is not None:
                 chunk = self.blocks_for(min(self.demand.prefill_chunk, num_tokens))
-                wanted = min(wanted, self.demand.sequence_pages(window) + chunk + table.first)
+                wanted = min(wanted, self.demand.sequence_pages(window, table.anchors) + chunk + table.first)
             if wanted - len(table) > pool.num_free:
                 return False
         return True
@@ -215,19 +235,22 @@ class BlockManager:
     def grow(self, pages: SequencePages, num_computed: int, num_tokens: int) -> None:
         """Take the pages for such a step, and give back those that nobody can see in it; the caller has asked `can_grow`. What
         `take_copies` then returns must be copied before the step."""
-        for pool, table, first in self._each(pages, num_computed, num_tokens):
+        for pool, table, first, begin, end in self._each(pages, num_computed, num_tokens):
             for page in table.drop_before(first):
                 pool.drop(page)
-            if self._is_shared(pool, table, num_computed):
-                self._copy_page(pool, table, num_computed // BLOCK_SIZE)
-            missing = self.blocks_for(num_tokens) - len(table)
+            if self._is_shared(pool, table, begin):
+                self._copy_page(pool, table, begin // BLOCK_SIZE)
+            missing = self.blocks_for(end) - len(table)
             assert missing <= pool.num_free, "grow() without can_grow()"
             table.extend(pool.take() for _ in range(missing))
 
-    def _each(self, pages: SequencePages, num_computed: int, num_tokens: int) -> Iterable[tuple[PagePool, BlockTable, int]]:
-        """Every group's pool and table, and the first page it keeps in such a step."""
+    def _each(
+        self, pages: SequencePages, num_computed: int, num_tokens: int
+    ) -> Iterable[tuple[PagePool, BlockTable, int, int, int]]:
+        """Every group's pool and table, the first page it keeps in such a step, and the step's two numbers as it counts."""
         for pool, table, window in zip(self._pools, pages.tables, self.windows, strict=True):
-            yield pool, table, self.demand.first_kept(window, num_computed, num_tokens) // BLOCK_SIZE
+            first = self.demand.first_kept(window, num_computed, num_tokens) // BLOCK_SIZE
+            yield pool, table, first, pages.cached(window, num_computed), pages.cached(window, num_tokens)
 
     @staticmethod
     def _is_shared(pool: PagePool, table: BlockTable, num_computed: int) -> bool:
@@ -248,13 +271,15 @@ class BlockManager:
 
     def rewind(self, pages: SequencePages, num_tokens: int) -> int:
         """Take back all but the first `num_tokens` tokens. Returns how many are left: none where a window has lost what the
-        next one would have to see."""
+        next one would have to see, or where they end in what was compressed."""
         for table, window in zip(pages.tables, self.windows, strict=True):
             seen = 0 if window is None else max(0, num_tokens - window + 1)
             if seen // BLOCK_SIZE < table.first and num_tokens > 0:
                 num_tokens = 0
-        keep = self.blocks_for(num_tokens)
-        for pool, table in zip(self._pools, pages.tables, strict=True):
+        if num_tokens < pages.num_fixed:
+            num_tokens = pages.num_fixed = pages.num_dropped = 0
+        for pool, table, window in zip(self._pools, pages.tables, self.windows, strict=True):
+            keep = self.blocks_for(pages.cached(window, num_tokens))
             for page in reversed(table.cut(keep)):  # the end of a text is given up before its beginning
                 pool.drop(page)
         node, count = pages.node, pages.num_remembered
@@ -275,18 +300,20 @@ class BlockManager:
                 pool.hold(page)
             copy.extend(table.array.tolist())
             copy.first = table.first
+        twin.num_dropped, twin.num_fixed = pages.num_dropped, pages.num_fixed
         twin.move_to(pages.node, pages.num_remembered)
         return twin
 
     def remember(self, pages: SequencePages, token_ids: list[int], num_computed: int) -> None:
-        """Let the sequence's full pages be found by texts that begin with the same tokens."""
-        if self.reuse_tokens is None:
+        """Let the sequence's full pages be found by texts that begin with the same tokens. Those of a compressed text are not,
+        and what follows it has other keys and values than after the whole of it."""
+        if self.reuse_tokens is None or pages.num_fixed:
             return
         while (pages.num_remembered + 1) * BLOCK_SIZE <= num_computed:
             index = pages.num_remembered
             node = pages.node.child(tuple(token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]))
             for pool, table in zip(self._pools, pages.tables, strict=True):
-                if table.first <= index:
+                if table[index] != GONE:
                     pool.remember(table[index], node)
             pages.move_to(node, index + 1)
 
@@ -304,9 +331,8 @@ class BlockManager:
             first = 0 if window is None else max(0, count * BLOCK_SIZE - window + 1) // BLOCK_SIZE
             while beyond_windows and first and pool.group in nodes[first - 1].pages:
                 first -= 1
-            table.extend([GONE] * first)
-            table.first = first
-            table.extend(node.pages[pool.group] for node in nodes[first:count])
+            found = enumerate(nodes[:count])
+            table.reach([node.pages[pool.group] if i >= first or i < table.anchors else GONE for i, node in found], first)
             for page in table.held:
                 pool.hold(page)
         if count:
@@ -317,13 +343,12 @@ class BlockManager:
         """Pages for a text of so many that comes from elsewhere, in each group from the first one on that it has; None where they
         are not free."""
         pages = self.new_pages()
-        if any(num_pages - first > pool.num_free for pool, first in zip(self._pools, firsts, strict=True)):
+        every = zip(self._pools, self.plan.groups, firsts, strict=True)
+        if any(group.held_pages(num_pages, first) > pool.num_free for pool, group, first in every):
             self.release(pages)
             return None
         for pool, table, first in zip(self._pools, pages.tables, firsts, strict=True):
-            table.extend([GONE] * first)
-            table.first = first
-            table.extend(pool.take() for _ in range(num_pages - first))
+            table.reach([pool.take() if i >= first or i < table.anchors else GONE for i in range(num_pages)], first)
         return pages
 
     def count_lookup(self, num_tokens: int, num_found: int) -> None:
@@ -340,6 +365,59 @@ class BlockManager:
         for count, node in enumerate(nodes, 1):
             runs = [run + 1 if group in node.pages else 0 for group, run in enumerate(runs)]
             seen = (count if w is None else count - max(0, count * BLOCK_SIZE - w + 1) // BLOCK_SIZE for w in self.windows)
-            if count * BLOCK_SIZE % self.reuse_tokens == 0 and all(r >= s for r, s in zip(runs, seen, strict=True)):
+            is_whole = count * BLOCK_SIZE % self.reuse_tokens == 0 and self._has_anchors(nodes)
+            if is_whole and all(r >= s for r, s in zip(runs, seen, strict=True)):
                 best = count
         return best
+
+    def _has_anchors(self, nodes: list[PrefixNode]) -> bool:
+        """Whether every group finds the pages there that it never gives up."""
+        return all(
+            number in node.pages for number, group in enumerate(self.plan.groups) for node in nodes[: group.anchor_pages]
+        )
+
+    def can_compress(self, pages: SequencePages, num_kept: int) -> bool:
+        """True if there are pages for `compress`."""
+        return all(
+            sum(not pool.is_sole(page) for page in table.array[: self.blocks_for(num_kept)].tolist()) <= pool.num_free
+            for pool, table in self._whole(pages)
+        )
+
+    def compress(
+        self, pages: SequencePages, num_tokens: int, num_kept: int, move: Callable[[list[np.ndarray | None]], None]
+    ) -> None:
+        """Keep `num_kept` of a sequence's `num_tokens` tokens in the groups without a window; the caller has asked
+        `can_compress`. move: called with their old tables (None for the other groups) when the new ones stand and both can be
+        read and written; a place of the new table is never behind that of the old one with the same page.
+
+        Pages that others read, or that texts are found by, are left to them while there are free ones.
+        """
+        before: list[np.ndarray | None] = [None] * len(self._pools)
+        given_back: list[tuple[PagePool, int]] = []
+        for pool, table in self._whole(pages):
+            old = before[pool.group] = table.array.copy()
+            given_back += [(pool, page) for page in reversed(table.cut(self.blocks_for(num_kept)))]
+            given_back += [(pool, page) for page in self._own_pages(pool, table)]
+            assert len(old) >= len(table), "a compressed text is longer than it was"
+        move(before)
+        for pool, page in given_back:  # not before: they were read until now
+            pool.drop(page)
+        pages.num_dropped, pages.num_fixed = num_tokens - num_kept, num_tokens
+
+    @staticmethod
+    def _own_pages(pool: PagePool, table: BlockTable) -> list[int]:
+        """Replace the pages of a table that its sequence may not write; returns these. Those with other holders come first: for
+        them there must be free pages, while a text can be given up."""
+        places = sorted(range(len(table)), key=lambda place: pool.is_sole(table[place]))
+        replaced = []
+        for place in places:
+            page = table[place]
+            if not pool.may_write(page) and not pool.let_write(page):
+                table.replace(place, pool.take())
+                replaced.append(page)
+        return replaced
+
+    def _whole(self, pages: SequencePages) -> Iterable[tuple[PagePool, BlockTable]]:
+        """Pools and tables of the groups without a window."""
+        every = zip(self._pools, pages.tables, self.windows, strict=True)
+        return ((pool, table) for pool, table, window in every if window is None)

@@ -3,33 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+
+from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.ops import Array, Ops
 from llmctl.runtime.cache.block_manager import PageCopy
 from llmctl.runtime.cache.memory import BLOCK_SIZE, CachePlan, LayerShape
 
 
+@dataclass(frozen=True)
+class QueryStore:
+    """Queries that are kept beside the cache, of the layers without a window: as many `places` at once, `num_heads` a token."""
+
+    num_heads: int
+    places: int
+
+
 class KvCache:
-    """The pages of a plan, layer by layer.
+    """The pages of a plan, layer by layer. queries: what is kept of queries, None for nothing; a batch then has one page map more
+    than there are groups, whose slots are the places that its queries go to.
 
     Which page belongs to whom is block_manager.py's concern; positions are never stored, only slots.
     """
 
-    def __init__(self, ops: Ops, layers: Sequence[LayerShape], plan: CachePlan, kv_type: str) -> None:
-        self.plan, self.kv_type, self._ops = plan, kv_type, ops
+    def __init__(
+        self, ops: Ops, layers: Sequence[LayerShape], plan: CachePlan, kv_type: str, queries: QueryStore | None = None
+    ) -> None:
+        self.plan, self.kv_type, self._ops, self._shapes = plan, kv_type, ops, layers
         self._groups = {layer: number for number, group in enumerate(plan.groups) for layer in group.layers}
         self._layers = [
             ops.kv_pages(plan.num_pages[self._groups[i]], BLOCK_SIZE, layer.num_kv_heads, layer.head_dim, kv_type, layer.latent)
             for i, layer in enumerate(layers)
         ]
+        self._queries: dict[int, Array] = {}
+        if queries is not None:
+            pages = -(-queries.places // BLOCK_SIZE)
+            for i, layer in enumerate(layers):
+                if layer.sliding_window is None:  # as keys of the same width, without values
+                    width = layer.head_dim
+                    self._queries[i] = ops.kv_pages(pages, BLOCK_SIZE, queries.num_heads, width, "f32", width)
 
     def layer(self, index: int) -> Array:
         """The pages of one layer, keys and values, in the backend's layout."""
         return self._layers[index]
 
+    def shape(self, index: int) -> LayerShape:
+        """What one layer keeps."""
+        return self._shapes[index]
+
     def group(self, index: int) -> int:
         """The number of the group of a layer: of its page map in a batch."""
         return self._groups[index]
+
+    def keep_queries(self, index: int, queries: Array, batch: BatchDescription) -> None:
+        """Put a layer's queries [T, num_heads, head_dim] to the places that the batch has for them."""
+        if index in self._queries:
+            self._ops.store_kv(queries, None, self._queries[index], batch.of_group(len(self.plan.groups)))
+
+    def kept_queries(self, index: int, places: np.ndarray) -> np.ndarray:
+        """What was put to these places: float32 [places, num_heads, head_dim]."""
+        return self._ops.read_keys(self._queries[index], places)
 
     def copy(self, copies: Iterable[PageCopy]) -> None:
         """Copy pages, one after the other, in every layer of their groups."""

@@ -18,28 +18,41 @@ class LayerShape:
     """What one layer keeps per token: num_kv_heads · head_dim elements for keys and as many for values.
 
     sliding_window: tokens a query can still see; None for all. latent: above zero, the values are so many of the keys' own
-    elements, and nothing is kept for them.
+    elements, and nothing is kept for them. anchors: first tokens of a text that are seen beside the window, at most a page.
     """
 
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
     latent: int = 0
+    anchors: int = 0
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that keep the same tokens, so that they share block tables. layers: their numbers in the model."""
+    """Layers that keep the same tokens, so that they share block tables. layers: their numbers in the model. anchors: first
+    tokens that are kept beside the window."""
 
     window: int | None
     layers: tuple[int, ...]
+    anchors: int = 0
+
+    @property
+    def anchor_pages(self) -> int:
+        """Pages that the anchors lie in."""
+        return -(-self.anchors // BLOCK_SIZE)
+
+    def held_pages(self, num_pages: int, first: int) -> int:
+        """Those of a table's `num_pages` pages that it holds when its window begins with page `first`."""
+        return num_pages - first + min(self.anchor_pages, first)
 
 
 def group_layers(layers: Sequence[LayerShape]) -> tuple[LayerGroup, ...]:
     """The groups of a model, in order of first appearance."""
-    windows = dict.fromkeys(layer.sliding_window for layer in layers)
+    seen = [(layer.sliding_window, layer.anchors) for layer in layers]
     return tuple(
-        LayerGroup(window, tuple(i for i, layer in enumerate(layers) if layer.sliding_window == window)) for window in windows
+        LayerGroup(window, tuple(i for i, each in enumerate(seen) if each == (window, anchors)), anchors)
+        for window, anchors in dict.fromkeys(seen)
     )
 
 
@@ -62,7 +75,7 @@ def least_bytes(layers: Sequence[LayerShape], kv_type: str, context: int, batch:
     sizes = [layer_bytes_per_token(layer, kv_type) for layer in layers]
     if None in sizes:
         return None
-    seen = (min(context, layer.sliding_window or context) for layer in layers)
+    seen = (min(context, layer.anchors + (layer.sliding_window or context)) for layer in layers)
     return batch * sum(size * tokens for size, tokens in zip(sizes, seen, strict=True) if size is not None)
 
 
@@ -88,21 +101,21 @@ class Demand:
             return 0
         return max(0, min(num_computed - window + 1, num_tokens - window - self.longest_draft - 1))
 
-    def sequence_pages(self, window: int | None) -> int:
+    def sequence_pages(self, window: int | None, anchor_pages: int = 0) -> int:
         """Pages of a group that one sequence holds while it generates: of a window, those that window + longest draft + 1
-        tokens touch wherever the first of them lies in its page."""
+        tokens touch wherever the first of them lies in its page, and those of its anchors."""
         all_pages = -(-self.context // BLOCK_SIZE)
         if window is None:
             return all_pages
-        return min(all_pages, (window + self.longest_draft + 1 + 2 * (BLOCK_SIZE - 1)) // BLOCK_SIZE)
+        return min(all_pages, anchor_pages + (window + self.longest_draft + 1 + 2 * (BLOCK_SIZE - 1)) // BLOCK_SIZE)
 
-    def group_pages(self, window: int | None) -> int:
+    def group_pages(self, group: LayerGroup) -> int:
         """Pages of a group for all sequences. Where there is a window, one more a sequence and those of a prefill step."""
         every = self.sequences * -(-self.context // BLOCK_SIZE)
-        if window is None:
+        if group.window is None:
             return every
         chunk = -(-min(self.prefill_chunk, self.context) // BLOCK_SIZE)
-        return min(every, self.sequences * (self.sequence_pages(window) + 1) + chunk)
+        return min(every, self.sequences * (self.sequence_pages(group.window, group.anchor_pages) + 1) + chunk)
 
 
 @dataclass(frozen=True)
@@ -128,9 +141,9 @@ def plan_cache(
     one. most_pages: of any group."""
     groups = group_layers(layers)
     sizes = [_page_bytes(layers, group, kv_type) for group in groups]
-    pages = [demand.group_pages(group.window) for group in groups]
+    pages = [demand.group_pages(group) for group in groups]
     if most_bytes is not None and None not in sizes:
-        least = [Demand(demand.context, 1, demand.prefill_chunk, demand.longest_draft).group_pages(g.window) for g in groups]
+        least = [Demand(demand.context, 1, demand.prefill_chunk, demand.longest_draft).group_pages(g) for g in groups]
         pages = _within(most_bytes, pages, least, [size or 0 for size in sizes])
     if most_pages is not None:
         counts = zip(groups, pages, strict=True)

@@ -11,7 +11,9 @@ import numpy as np
 from llmctl.errors import ContextLengthError, LlmctlError, UsageError
 from llmctl.kernels.ops import StepInterrupted
 from llmctl.runtime.cache.block_manager import BlockManager, GroupStats, PageUse, ReuseStats
+from llmctl.runtime.cache.kept import KeptTokens
 from llmctl.runtime.cache.memory import BLOCK_SIZE, PREFILL_CHUNK, Demand, plan_cache
+from llmctl.runtime.cache.snapkv import planned
 from llmctl.runtime.engine.model_runner import ModelRunner
 from llmctl.runtime.engine.scheduler import ScheduledChunk, Scheduler
 from llmctl.runtime.engine.sequence import FinishReason, Sequence
@@ -61,7 +63,7 @@ class Engine:
         self.speculation = speculation
         longest_draft = speculation.longest if speculation else 0
         demand = Demand(self.context_length, max_num_seqs, prefill_chunk, longest_draft)
-        layers, most = model.config.kv_layers(), model.max_cache_bytes
+        layers, most = model.kv_layers(), model.max_cache_bytes
         plan = plan_cache(layers, model.kv_type, demand, most_bytes=most, most_pages=num_blocks)
         # Where a token's numbers depend on how many share its step, only whole chunks are those of a run without a cache.
         step = BLOCK_SIZE if model.ops.is_row_invariant else math.lcm(prefill_chunk, BLOCK_SIZE)
@@ -71,6 +73,7 @@ class Engine:
         self._capacity = plan.capacity
         self._scheduler = Scheduler(self._blocks, max_num_seqs, prefill_chunk)
         self._followers: dict[Sequence, list[Sequence]] = {}
+        self._twins: dict[Sequence, list[Sequence]] = {}
         self._finished_early: list[TokenOutput] = []
 
     @property
@@ -81,13 +84,17 @@ class Engine:
     def add(self, prompt_token_ids: list[int], params: SamplingParams) -> Sequence:
         """Queue a prompt. ContextLengthError if it leaves no room for one token, UsageError if it is empty or has bad ids."""
         check_prompt(prompt_token_ids, self.model.config.vocab_size, self._capacity)
-        sequence = Sequence(prompt_token_ids, params, Sampler(params))
+        sequence = self._sequence(prompt_token_ids, params)
         if params.max_tokens == 0:
             sequence.finish_reason = "length"
             self._finished_early.append(TokenOutput(sequence, None, "length"))
         else:
             self._scheduler.add(sequence)
         return sequence
+
+    def _sequence(self, prompt_token_ids: list[int], params: SamplingParams) -> Sequence:
+        compression = planned(self.model.kv_policy, len(prompt_token_ids))
+        return Sequence(prompt_token_ids, params, Sampler(params), compression=compression)
 
     def add_several(self, prompt_token_ids: list[int], params: SamplingParams, count: int) -> list[Sequence]:
         """Queue `count` sequences of one prompt, which is computed once. Errors: as `add`.
@@ -99,7 +106,7 @@ class Engine:
         first = self.add(prompt_token_ids, every[0])
         if params.max_tokens == 0:
             return [first, *(self.add(prompt_token_ids, each) for each in every[1:])]
-        others = [Sequence(prompt_token_ids, each, Sampler(each)) for each in every[1:]]
+        others = [self._sequence(prompt_token_ids, each) for each in every[1:]]
         if others:
             self._followers[first] = others
         return [first, *others]
@@ -144,6 +151,10 @@ class Engine:
         finally:
             self._blocks.release(pages)
         return count * BLOCK_SIZE
+
+    def kept(self, sequence: Sequence) -> KeptTokens:
+        """What the cache has of a sequence, or had when it ended."""
+        return self._runner.kept(sequence)
 
     @property
     def group_stats(self) -> list[GroupStats]:
@@ -192,7 +203,22 @@ class Engine:
             rows = logits[first : first + 1 + chunk.num_drafted]
             first += len(rows)
             outputs += self._settle(chunk, rows)
+        self._compress()
         return outputs
+
+    def _compress(self) -> None:
+        """Prompts that are computed are compressed before anything follows them; those forked from them share what is kept."""
+        for sequence in list(self._scheduler.running):
+            todo = sequence.to_compress
+            if todo is None or sequence.num_computed < todo.num_tokens or sequence.pages is None:
+                continue
+            self._scheduler.make_room_to_compress(sequence)
+            self._runner.compress(sequence, self._blocks)
+            for twin in self._twins.pop(sequence, []):
+                if twin.pages is not None and twin.finish_reason is None:
+                    self._blocks.release(twin.pages)
+                    twin.pages, twin.compression = self._blocks.fork(sequence.pages), sequence.compression
+        self._twins.clear()
 
     def _schedule(self, max_tokens: int | None) -> list[ScheduledChunk]:
         """The next step's chunks, drafts included."""
@@ -275,6 +301,8 @@ class Engine:
                 joined.append(follower)
             else:
                 self._scheduler.add(follower)
+        if joined and leader.to_compress is not None:
+            self._twins[leader] = joined
         return joined
 
     def _advance(self, sequence: Sequence, logits: np.ndarray, proposal: Proposal | None = None) -> TokenOutput:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from llmctl.runtime.cache.block_manager import BlockManager
 from llmctl.runtime.cache.memory import PREFILL_CHUNK, Demand, plan_cache
+from llmctl.runtime.cache.policy import FULL
 from llmctl.runtime.engine.drafter import Wish
 from llmctl.runtime.engine.model_runner import ModelRunner
 from llmctl.runtime.engine.scheduler import ScheduledChunk
@@ -41,6 +42,7 @@ class ModelDrafter:
     """
 
     def __init__(self, model: LoadedModel, *, num_tokens: int, cost: float, longest: int, max_num_seqs: int = 1) -> None:
+        model = replace(model, kv_policy=FULL)  # what is dropped from the target's cache may still be good for a guess
         self.name, self.cost, self._model = str(model.checkpoint.path.name), cost, model
         demand = Demand(model.context_length, max_num_seqs, PREFILL_CHUNK, longest + 1)
         plan = plan_cache(model.config.kv_layers(), model.kv_type, demand, most_bytes=model.max_cache_bytes)

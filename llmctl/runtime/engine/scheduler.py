@@ -79,7 +79,7 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
             if sequence not in self.running or budget == 0:  # preempted by an earlier one, or no room
                 continue
-            num_tokens = min(sequence.num_uncomputed, budget)
+            num_tokens = sequence.most_in_step(budget)
             if self._reserve(sequence, sequence.num_computed + num_tokens, chunks):
                 num_drafted = self._add_draft(sequence, num_tokens, budget - num_tokens)
                 chunks.append(ScheduledChunk(sequence, num_tokens + num_drafted, num_drafted))
@@ -96,7 +96,7 @@ class Scheduler:
     def _begin(self, sequence: Sequence) -> bool:
         """Give a sequence what the cache has of its text; False if there is no room for the rest beside those that run."""
         pages = sequence.pages = self.blocks.new_pages()
-        found = self.blocks.find_prefix(pages, sequence.token_ids)
+        found = self.blocks.find_prefix(pages, sequence.reusable)
         if self.running and not self.blocks.can_admit(pages, len(sequence.token_ids) + 1):
             self.blocks.release(pages)
             return False
@@ -117,6 +117,13 @@ class Scheduler:
         self.blocks.grow(sequence.pages, sequence.num_computed, num_tokens)
         return True
 
+    def make_room_to_compress(self, sequence: Sequence) -> None:
+        """Free the pages that are needed to compress a sequence, preempting the youngest others."""
+        assert sequence.pages is not None
+        assert sequence.compression is not None
+        while not self.blocks.can_compress(sequence.pages, sequence.compression.num_kept):
+            self._preempt(next(s for s in reversed(self.running) if s is not sequence))
+
     def _add_draft(self, sequence: Sequence, num_tokens: int, budget: int) -> int:
         """Take pages for as much of a sequence's draft as there is budget for, and drop the rest; all of it where that would
         cost another sequence its pages."""
@@ -131,7 +138,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
-        sequence.num_computed, sequence.draft = 0, []
+        sequence.forget_computed()
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
 

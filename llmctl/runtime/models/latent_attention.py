@@ -30,7 +30,7 @@ class LatentAttention:
     def __init__(self, ops: Ops, config: ModelConfig, choices: LayerConfig, weights: ModelWeights, index: int) -> None:
         assert config.latent is not None, "latent attention without its sizes"
         self.ops, self.config, self.choices, self.index, self.latent = ops, config, choices, index, config.latent
-        self._prefix = f"model.layers.{index}.self_attn."
+        self._prefix, self.sinks = f"model.layers.{index}.self_attn.", None
         self._read_queries(weights)
         self._read_latent(weights)
         heads, latent = config.num_heads, self.latent
@@ -85,7 +85,10 @@ class LatentAttention:
         pages, batch = cache.layer(self.index), batch.of_group(cache.group(self.index))
         ops.store_kv(self._keys(x, cos, sin), None, pages, batch)
         queries = self._queries(x, cos, sin)
-        y = ops.attention(queries, pages, batch, config.attention_scale, self.choices.sliding_window, config.attention_softcap)
+        shape, softcap = cache.shape(self.index), config.attention_softcap
+        window, anchors = shape.sliding_window, shape.anchors
+        y = ops.attention(queries, pages, batch, config.attention_scale, window, softcap, self.sinks, anchors)
+        cache.keep_queries(self.index, queries, batch)
         y = ops.head_linear(y if rows is None else ops.take_rows(y, rows), self.v_b)
         return self.o_proj.forward(ops.reshape(y, (-1, config.num_heads * latent.value_dim)))
 

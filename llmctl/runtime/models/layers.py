@@ -151,8 +151,10 @@ class Attention:
             queries = ops.growth(queries, batch.positions, config.query_growth, original)
         pages, batch = cache.layer(self.index), batch.of_group(cache.group(self.index))
         ops.store_kv(keys, values, pages, batch)
-        window = self.choices.sliding_window
-        y = ops.attention(queries, pages, batch, config.attention_scale, window, config.attention_softcap, self.sinks)
+        shape, softcap = cache.shape(self.index), config.attention_softcap
+        window, anchors = shape.sliding_window, shape.anchors
+        y = ops.attention(queries, pages, batch, config.attention_scale, window, softcap, self.sinks, anchors)
+        cache.keep_queries(self.index, queries, batch)
         y = ops.reshape(y, (-1, config.num_heads * config.head_dim))
         return self.o_proj.forward(y if rows is None else ops.take_rows(y, rows))
 
