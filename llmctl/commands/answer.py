@@ -13,6 +13,7 @@ from llmctl.commands.draft import describe_speculation
 from llmctl.commands.signals import on_interrupt
 
 if TYPE_CHECKING:
+    from llmctl.runtime.cache.kept import KeptTokens
     from llmctl.runtime.engine import Engine
     from llmctl.runtime.generation import Completion, GenerationStats, TextEvent
     from llmctl.runtime.loading import LoadedModel, OpenedModel
@@ -140,6 +141,16 @@ def describe_experts(counts: list[list[int]]) -> list[str]:
 def _describe_constraints(stats: GenerationStats) -> str:
     each, share = stats.constraint_s / stats.completion_tokens, stats.constraint_s / (stats.prefill_s + stats.decode_s)
     return f"grammar and banned strings: {each * 1e6:.0f} µs a token, {share:.1%} of the time"
+
+
+def describe_kept(kept: KeptTokens) -> str:
+    """What a policy left of the cache."""
+    counts = sorted({kept.num_kept(layer) for layer in range(len(kept.layers))})
+    tokens = " or ".join(map(str, counts))
+    return (
+        f"cache: layers keep {tokens} of {kept.num_tokens} tokens, "
+        f"{console.format_bytes(kept.nbytes)} of {console.format_bytes(kept.full_bytes)}"
+    )
 
 
 def describe_limit(answer: Completion, params: SamplingParams, context_length: int) -> str:

@@ -136,6 +136,7 @@ def _fingerprint(session: Session, asked: TextRequest | bytes) -> str:
         f.name: getattr(asked.params, f.name) for f in fields(asked.params) if f.name not in ("constraints", "dry_breakers")
     }
     model = [str(checkpoint.path), checkpoint.total_elements, str(session.opened.compute), session.opened.context_length]
+    model.append(str(session.opened.kv_policy))
     other = [asked.stop, request.structure, request.banned, request.breakers]
     text = json.dumps([model, list(asked.prompt_token_ids), chosen, other], default=str, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

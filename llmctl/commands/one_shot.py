@@ -9,6 +9,7 @@ import typer
 from llmctl.commands import answer_json, console
 from llmctl.commands.answer import (
     describe_experts,
+    describe_kept,
     describe_limit,
     describe_model,
     describe_sampling,
@@ -34,15 +35,9 @@ def answer_once(session: Session, prompt: str) -> None:
 
     Errors: LlmctlError, after the answer, if it was cut before it was what a grammar asks for.
     """
-    from llmctl.runtime.engine.engine import check_prompt
-
-    tell_missing_template(session)
-    messages = None if session.template is None else session.messages(prompt)
-    token_ids = encode(session, prompt, messages)
-    check_prompt(token_ids, session.opened.num_tokens, session.opened.context_length)
+    token_ids = encode_prompt(session, prompt)
     model, load_s = load_weights(session.opened, session.request.threads)
-    for line in [*describe_model(session.request.name, model), *describe_sampling(session.params, session.from_file)]:
-        console.detail(line)
+    describe_model_and_sampling(session, model)
     engine = session.engine(model)
     cache = PromptCache(session.request.prompt_cache, engine) if session.request.prompt_cache else None
     if cache is not None:
@@ -54,9 +49,28 @@ def answer_once(session: Session, prompt: str) -> None:
         console.print_json(answer_json.document(session, model, answer, load_s))
     if session.request.json_lines:
         console.print_json({"event": "end", **answer_json.document(session, model, answer, load_s)}, indent=None)
+    if model.kv_policy.kind != "full":
+        console.detail(describe_kept(engine.kept(answer.sequence)))
     _report(session, model, answer, load_s)
     if answer.finish_reason == "abort":
         raise typer.Exit(INTERRUPTED)
+
+
+def encode_prompt(session: Session, prompt: str) -> list[int]:
+    """The ids of a single prompt, checked against the model. Errors: ChatTemplateError, and those of `check_prompt`."""
+    from llmctl.runtime.engine.engine import check_prompt
+
+    tell_missing_template(session)
+    messages = None if session.template is None else session.messages(prompt)
+    token_ids = encode(session, prompt, messages)
+    check_prompt(token_ids, session.opened.num_tokens, session.opened.context_length)
+    return token_ids
+
+
+def describe_model_and_sampling(session: Session, model: LoadedModel) -> None:
+    """What answers and how, for --verbose."""
+    for line in [*describe_model(session.request.name, model), *describe_sampling(session.params, session.from_file)]:
+        console.detail(line)
 
 
 def tell_missing_template(session: Session) -> None:

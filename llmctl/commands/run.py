@@ -42,6 +42,7 @@ def run(
     chat_template: opt.ChatTemplateOption = None,
     as_family: AsOption = None,
     max_tokens: opt.MaxTokensOption = None,
+    num_completions: opt.NumCompletionsOption = None,
     stop: opt.StopOption = None,
     json_schema: opt.JsonSchemaOption = None,
     regex: opt.RegexOption = None,
@@ -160,6 +161,8 @@ def run(
         raise UsageError("--logprobs are a part of --json and --json-lines: add one of them")
     if batch is None and (output or parallel or force):
         raise UsageError(f"{'-o' if output else '--parallel' if parallel else '--force'} is for --batch")
+    if num_completions is not None and (batch is not None or json_lines or prompt_cache is not None):
+        raise UsageError("--num-completions is for a single prompt, without --batch, --json-lines and --prompt-cache")
     if batch is not None and prompt_cache is not None:
         raise UsageError("--prompt-cache is for a single prompt, not for --batch")
     if batch is not None and (argument is not None or file or json or json_lines):
@@ -173,10 +176,14 @@ def run(
         answer_batch(open_session(request), batch, output, parallel=parallel or DEFAULT_PARALLEL, force=force)
     else:
         view = {"markdown": markdown, "thinking": thinking, "overflow": overflow, "goes_on": goes_on}
+        view["several"] = num_completions or 1
         _dispatch(request, whole_prompt(file, argument), view)
 
 
 def _dispatch(request: Request, prompt: str | None, view: dict[str, Any]) -> None:
+    several = view.pop("several")
+    if prompt is None and several > 1:
+        raise UsageError("--num-completions is for a single prompt: a chat has one answer a turn")
     if prompt is not None and view["overflow"] is not None:
         raise UsageError("--overflow is for the chat: nothing is left out of a single prompt")
     if prompt is not None and view["goes_on"]:
@@ -193,6 +200,10 @@ def _dispatch(request: Request, prompt: str | None, view: dict[str, Any]) -> Non
         from llmctl.commands.chat import ChatOptions, chat
 
         chat(session, ChatOptions(**{**view, "overflow": view["overflow"] or "refuse"}))
+    elif several > 1:
+        from llmctl.commands.several import answer_several
+
+        answer_several(session, prompt, several)
     else:
         from llmctl.commands.one_shot import answer_once
 

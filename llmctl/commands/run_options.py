@@ -41,6 +41,16 @@ MaxTokensOption = Annotated[
     int | None,
     typer.Option("--max-tokens", "-n", min=-1, help="Most tokens to generate.", show_default="-1, until the end token"),
 ]
+NumCompletionsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--num-completions",
+        metavar="N",
+        min=1,
+        help="Answers to the prompt, which is computed once. With --seed each has the seed after the last one's.",
+        show_default="1",
+    ),
+]
 StopOption = Annotated[
     list[str] | None, typer.Option("--stop", metavar="TEXT", help="End the answer before this text. Repeatable.")
 ]

@@ -103,7 +103,7 @@ class NativeOps:
         pages.set_page(page, data)
 
     def move_tokens(self, pages: Any, sources: np.ndarray, targets: np.ndarray) -> None:
-        _native.move_tokens(self._pool, pages, sources, targets)
+        _native.move_tokens(_native.active_isa(), self._pool, pages, sources, targets)
 
     @staticmethod
     def read_keys(pages: Any, slots: np.ndarray) -> np.ndarray:
@@ -119,7 +119,8 @@ class NativeOps:
         softcap: float | None = None,
         sinks: np.ndarray | None = None,
     ) -> np.ndarray:
-        return _native.attention_votes(self._pool, pages, queries, block_table, length, scale, softcap or 0.0, sinks)
+        isa, choices = _native.active_isa(), (scale, softcap or 0.0, sinks)
+        return _native.attention_votes(isa, self._pool, pages, queries, block_table, length, *choices)
 
     def compile(
         self, forward: Callable[[BatchDescription, Value], Value], rotary_halves: list[int]

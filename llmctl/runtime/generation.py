@@ -205,11 +205,12 @@ def generate_text(
 
 @dataclass(frozen=True)
 class TextRequest:
-    """One of several prompts that are answered together."""
+    """One of several prompts that are answered together. count: answers to it, which share its pages; `Engine.add_several`."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
     stop: list[str]
+    count: int = 1
 
 
 class Batch:
@@ -220,12 +221,12 @@ class Batch:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, requests: Iterable[TextRequest], width: int) -> None:
         self._engine, self._tokenizer, self._width = engine, tokenizer, width
-        self._waiting = enumerate(requests)
+        self._waiting, self._number = iter(requests), 0
         self._running: dict[Sequence, _Running] = {}
         self._cancelled = False
 
     def __iter__(self) -> Iterator[tuple[int, Completion]]:
-        """The number of each request and its answer, as they are done."""
+        """The number of each answer, those of a request in a row, and the answer, as they are done."""
         try:
             while not self._cancelled and self._admit():
                 outputs = self._engine.step()
@@ -243,10 +244,11 @@ class Batch:
 
     def _admit(self) -> bool:
         """Fill the engine; False when there is nothing left to do."""
-        while len(self._running) < self._width and (entry := next(self._waiting, None)) is not None:
-            number, request = entry
-            sequence = self._engine.add(request.prompt_token_ids, request.params)
-            self._running[sequence] = _Running(number, TextAssembler(self._tokenizer, request.stop), Completion(sequence))
+        while len(self._running) < self._width and (request := next(self._waiting, None)) is not None:
+            for sequence in self._engine.add_several(request.prompt_token_ids, request.params, request.count):
+                assembler = TextAssembler(self._tokenizer, request.stop)
+                self._running[sequence] = _Running(self._number, assembler, Completion(sequence))
+                self._number += 1
         return bool(self._running)
 
     def cancel(self) -> None:
@@ -258,11 +260,11 @@ class Batch:
 class Completion:
     """An answer so far: its text, the tokens as they were drawn, why it ended ("abort": it did not; error: what went wrong).
 
-    stats: of whoever measures them; without, only counts, since times have no meaning for one of several.
+    stats: of whoever measures them; without, only counts, since times have no meaning for one of several. sequence: the engine's.
     """
 
     def __init__(self, sequence: Sequence, stats: GenerationStats | None = None) -> None:
-        self._sequence, self._stats = sequence, stats
+        self.sequence, self._stats = sequence, stats
         self.text = ""
         self.tokens: list[SampledToken] = []
         self.finish_reason: FinishReason = "abort"
@@ -272,19 +274,19 @@ class Completion:
     @property
     def seed(self) -> int | None:
         """What makes the same answer again; None where nothing does: see `Sampler`."""
-        return self._sequence.sampler.seed
+        return self.sequence.sampler.seed
 
     @property
     def stats(self) -> GenerationStats:
         """Counts, and times where they were measured."""
         if self._stats is not None:
             return self._stats
-        return GenerationStats(self._sequence.num_prompt_tokens, self._sequence.num_cached_tokens, len(self.tokens))
+        return GenerationStats(self.sequence.num_prompt_tokens, self.sequence.num_cached_tokens, len(self.tokens))
 
     @property
     def is_complete(self) -> bool:
         """False where it was cut before it was what a grammar asks for."""
-        return self.finish_reason != "length" or self._sequence.sampler.is_complete
+        return self.finish_reason != "length" or self.sequence.sampler.is_complete
 
     def take(self, event: TextEvent) -> None:
         """Add what came."""

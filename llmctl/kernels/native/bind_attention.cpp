@@ -169,8 +169,8 @@ void count_votes(ThreadPool& pool, const VoteCall& call, float* votes) {
   }
 }
 
-nb::ndarray<nb::numpy, float, nb::ndim<2>> bound_votes(ThreadPool& pool, const KvMemory& memory, const Rows& queries,
-                                                       const Integers& table, int64_t length, float scale, float softcap,
+nb::ndarray<nb::numpy, float, nb::ndim<2>> bound_votes(const std::string& isa, ThreadPool& pool, const KvMemory& memory,
+                                                       const Rows& queries, const Integers& table, int64_t length, float scale, float softcap,
                                                        const std::optional<Vector>& sinks) {
   const KvShape& shape = memory.pages().shape;
   const int64_t count = int64_t(queries.shape(0)), heads = int64_t(queries.shape(1));
@@ -185,7 +185,7 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> bound_votes(ThreadPool& pool, const K
   float* votes = new float[size_t(shape.kv_heads * length)];
   nb::capsule owner(votes, [](void* p) noexcept { delete[] static_cast<float*>(p); });
   const VoteCall call = {memory.pages(), table.data(), length, count, heads, queries.data(), scale, softcap,
-                         sinks ? sinks->data() : nullptr, active_kernels()->attention};
+                         sinks ? sinks->data() : nullptr, kernels_named(isa).attention};
   {
     nb::gil_scoped_release release;
     count_votes(pool, call, votes);
@@ -193,8 +193,10 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> bound_votes(ThreadPool& pool, const K
   return nb::ndarray<nb::numpy, float, nb::ndim<2>>(votes, {size_t(shape.kv_heads), size_t(length)}, owner);
 }
 
-void move_tokens(ThreadPool& pool, KvMemory& memory, const nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& sources,
-                 const Integers& targets) {
+using Slots = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;   // [kv heads, tokens]
+
+void move_tokens(const std::string& isa, ThreadPool& pool, KvMemory& memory, const Slots& sources, const Integers& targets) {
+  const AttentionKernels& kernels = *kernels_named(isa).attention;
   const int64_t heads = memory.pages().shape.kv_heads, count = int64_t(targets.size());
   require(int64_t(sources.shape(0)) == heads && int64_t(sources.shape(1)) == count, "sources must be [kv heads, targets]");
   require_slots(memory, targets, 0);
@@ -206,7 +208,7 @@ void move_tokens(ThreadPool& pool, KvMemory& memory, const nb::ndarray<const int
   pool.run([&](int) {
     for (int64_t head; (head = next++) < heads;) {
       for (int64_t i = 0; i < count; ++i) {
-        active_kernels()->attention->move(memory.pages(), head, sources.data()[head * count + i], targets(size_t(i)));
+        kernels.move(memory.pages(), head, sources.data()[head * count + i], targets(size_t(i)));
       }
     }
   });
@@ -215,9 +217,9 @@ void move_tokens(ThreadPool& pool, KvMemory& memory, const nb::ndarray<const int
 }  // namespace
 
 void bind_attention(nb::module_& m) {
-  m.def("attention_votes", &bound_votes, nb::arg("pool"), nb::arg("pages"), nb::arg("queries"), nb::arg("block_table"),
-        nb::arg("length"), nb::arg("scale"), nb::arg("softcap") = 0.0f, nb::arg("sinks") = nb::none());
-  m.def("move_tokens", &move_tokens, nb::arg("pool"), nb::arg("pages"), nb::arg("sources"), nb::arg("targets"));
+  m.def("attention_votes", &bound_votes, nb::arg("isa"), nb::arg("pool"), nb::arg("pages"), nb::arg("queries"),
+        nb::arg("block_table"), nb::arg("length"), nb::arg("scale"), nb::arg("softcap") = 0.0f, nb::arg("sinks") = nb::none());
+  m.def("move_tokens", &move_tokens, nb::arg("isa"), nb::arg("pool"), nb::arg("pages"), nb::arg("sources"), nb::arg("targets"));
   m.def("fill_pages", &fill_pages, nb::arg("pages"), nb::arg("byte"));
   m.def("store_kv", &store_rows, nb::arg("isa"), nb::arg("pages"), nb::arg("keys"), nb::arg("values").none(),
         nb::arg("slots"));

@@ -204,7 +204,7 @@ class BlockManager:
     def uses(self, pages: SequencePages) -> list[list[PageUse]]:
         """Group by group the pages that a sequence holds, in order."""
         return [
-            [PageUse(i, page, pool.holders(page), pool.is_known(page)) for i, page in enumerate(table.held, table.first)]
+            [PageUse(i, page, pool.holders(page), pool.is_known(page)) for i, page in zip(table.places, table.held, strict=True)]
             for pool, table in zip(self._pools, pages.tables, strict=True)
         ]
 

@@ -298,6 +298,7 @@ class Engine:
                 follower.pages = self._blocks.fork(leader.pages)
                 follower.num_computed, follower.was_begun = leader.num_computed, True
                 follower.num_cached_tokens = follower.num_computed
+                self._runner.share_queries(leader, follower)
                 joined.append(follower)
             else:
                 self._scheduler.add(follower)

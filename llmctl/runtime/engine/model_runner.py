@@ -143,6 +143,11 @@ class ModelRunner:
         pages = self.cache.layer(layer)
         return self.model.ops.attention_votes(queries, pages, table, num_tokens, scale, softcap, attention.sinks)
 
+    def share_queries(self, sequence: Sequence, other: Sequence) -> None:
+        """A sequence was forked from another one whose prompt is still to be compressed."""
+        if self._observed is not None and sequence.to_compress is not None:
+            self._observed.share(sequence, other)
+
     def kept(self, sequence: Sequence) -> KeptTokens:
         """What the cache has of a sequence."""
         return KeptTokens(sequence.num_computed, self.layers, self.model.kv_type, sequence.compression)
@@ -172,14 +177,19 @@ class ObservedPlaces:
     def _range(self, sequence: Sequence) -> int:
         if sequence not in self._ranges:
             for gone in [each for each in self._ranges if each.pages is None or each.to_compress is None]:
-                self._free.append(self._ranges.pop(gone))
+                self.release(gone)
             self._ranges[sequence] = self._free.pop()
         return self._ranges[sequence]
+
+    def share(self, sequence: Sequence, other: Sequence) -> None:
+        """Another sequence has the same prompt."""
+        self._ranges[other] = self._ranges[sequence]
 
     def release(self, sequence: Sequence) -> np.ndarray:
         """The places of a sequence, which others may use from the next step on."""
         number = self._ranges.pop(sequence)
-        self._free.append(number)
+        if number not in self._ranges.values():
+            self._free.append(number)
         return np.arange(number * self._window, (number + 1) * self._window)
 
 

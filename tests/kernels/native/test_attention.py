@@ -45,6 +45,7 @@ class Sequences:
     softcap: float | None = None
     latent: int = 0
     sinks: bool = False
+    anchors: int = 0
 
     @property
     def sink_scores(self) -> np.ndarray | None:
@@ -67,7 +68,7 @@ class Sequences:
         contexts = [last for _, last in ranges]
         scale = queries.shape[-1] ** -0.5
         sequences = cu_seqlens, contexts, self.tables
-        choices = self.window or 0, self.softcap or 0.0, threads, self.sink_scores
+        choices = self.window or 0, self.softcap or 0.0, threads, self.sink_scores, self.anchors
         return native.attention(self.isa, self.pages, queries, *sequences, scale, *choices)
 
     def in_chunks(self, size: int, threads: int = 1) -> np.ndarray:
@@ -103,7 +104,7 @@ class Sequences:
         batch = describe(ranges, [torch.from_numpy(table) for table in self.tables])
         scale = queries.shape[-1] ** -0.5
         sinks = None if self.sink_scores is None else torch.from_numpy(self.sink_scores)
-        choices = self.window, self.softcap, sinks
+        choices = self.window, self.softcap, sinks, self.anchors
         return ReferenceOps().attention(torch.from_numpy(queries), pages, batch, scale, *choices).numpy()
 
 
@@ -195,6 +196,39 @@ def test_sliding_windows(isa: str, window: int) -> None:
 
 
 @every_isa
+@pytest.mark.parametrize("window", [1, 17, 64, 100, 512, 600, 2000])
+@pytest.mark.parametrize("anchors", [1, 4, 16])
+def test_anchors(isa: str, anchors: int, window: int) -> None:
+    """Tokens inside the anchors, those that see both, and those between whose window and the anchors lies something."""
+    sequences = make(isa, [700], 3, 1, 32, own(isa, "f32"), window=window, anchors=anchors)
+    whole = sequences.attend([(0, 700)])
+    assert_right(sequences, whole, [(0, 700)])
+    assert_right(sequences, sequences.attend([(690, 700)], threads=2), [(690, 700)])
+    sequences.anchors = 0
+    assert np.abs(sequences.attend([(0, 700)]) - whole).max() > 0.05 or window == 2000
+
+
+@every_isa
+@pytest.mark.parametrize("type", ["f16", "bf16", "q8_0", "q4_0"])
+def test_anchors_of_several_sequences(isa: str, type: str) -> None:
+    sequences = make(isa, [200, 65, 300, 2, 600], 6, 2, 64, type, window=40, anchors=4, sinks=True)
+    for s, stored in enumerate([199, 60, 170, 0, 597]):
+        sequences.store(s, 0, stored)
+    ranges = [(199, 200), (60, 65), (170, 300), (0, 2), (597, 600)]
+    assert_right(sequences, sequences.attend(ranges, threads=2), ranges)
+
+
+@every_isa
+def test_keys_between_anchors_and_window_leave_no_trace(isa: str) -> None:
+    options = {"window": 50, "anchors": 4}
+    clean, spoilt = (make(isa, [700], 2, 1, 32, own(isa, "f32"), **options) for _ in range(2))
+    spoilt.keys[0][4:600] = np.nan
+    spoilt.values[0][4:600] = np.inf
+    np.testing.assert_array_equal(spoilt.attend([(0, 700)])[649:], clean.attend([(0, 700)])[649:])
+    np.testing.assert_array_equal(spoilt.attend([(699, 700)]), clean.attend([(0, 700)])[699:])
+
+
+@every_isa
 @pytest.mark.parametrize("softcap", [0.7, 5.0, 50.0])
 def test_softcap(isa: str, softcap: float) -> None:
     sequences = make(isa, [90], 4, 2, 32, own(isa, "f32"), softcap=softcap, window=70)
@@ -234,6 +268,7 @@ def test_several_sequences_of_different_lengths(isa: str, type: str) -> None:
     [("f32", {}), ("f16", {}), ("q8_0", {}), ("f16", {"window": 70}), ("q8_0", {"window": 530})]
     + [(type, {}) for type in ("fp8", "q5_1", "q4_0", "q8_0,q4_0")]
     + [("bf16", options) for options in ({}, {"window": 70}, {"window": 530}, {"softcap": 5.0})]
+    + [(type, {"window": window, "anchors": 4}) for type in ("f16", "bf16", "q8_0") for window in (70, 530)]
     + [(type, {"sinks": True}) for type in TYPES],
 )
 def test_bits_do_not_depend_on_chunks(isa: str, type: str, options: dict[str, Any]) -> None:
