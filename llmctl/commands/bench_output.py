@@ -47,8 +47,9 @@ class Markdown:
 
         self._columns = [("model", -30), ("size", 10), ("params", 10), ("backend", -10), ("threads", 7)]
         kv_type = default_kv_type(row["backends"])
-        usual = {"dtype": "float32", "type_k": kv_type, "type_v": kv_type, "kv_policy": "full"}
+        usual = {"dtype": "float32", "type_k": kv_type, "type_v": kv_type}
         self._columns += [(name, -8) for name, value in usual.items() if row[name] != value]
+        self._columns += [("kv_policy", -20)] if row["kv_policy"] != "full" else []
         self._columns += [("activations", -11)] if row["activations"] == "float" else []
         self._columns += [("devices", -12)] if row["devices"] != "cpu" else []
         self._columns += [("test", 15), ("t/s", 20)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.ops import Array, Ops
 from llmctl.runtime.cache.kv_cache import KvCache
+from llmctl.runtime.cache.policy import FULL
 from llmctl.runtime.engine.model_runner import LogitsReader
 from llmctl.runtime.loading import LoadedModel
 from llmctl.runtime.models.config import ModelConfig
@@ -63,6 +64,7 @@ class _Noted:
     window: int | None = None
     softcap: float | None = None
     sinks: Array | None = None
+    anchors: int = 0
 
 
 class _WatchedOps:
@@ -127,7 +129,8 @@ def _run(
             rules.update({i: _rule(model.ops, noted) for i, noted in zip(layers, watched.noted, strict=True)})
             return _side_by_side(model.ops, watched.noted, [_sizes(model.config, i) for i in layers], rows)
 
-        reader = LogitsReader(model, len(token_ids), min(_CHUNK, len(token_ids)), forward)
+        whole = replace(model, kv_policy=FULL)  # what is dropped from a cache is a part of the picture
+        reader = LogitsReader(whole, len(token_ids), min(_CHUNK, len(token_ids)), forward)
         position = 0
         for rows in reader.rows(token_ids):
             borders = np.cumsum([sum(_sizes(model.config, i)) for i in layers])[:-1]
