@@ -48,8 +48,15 @@ def finds(engine: Engine, ids: list[int], number: str) -> bool:
 
 def needle(model: LoadedModel, text: str, tokens: int, depths: int, policies: list[KvPolicy]) -> None:
     """Print for every policy in how many of the places where the full cache finds the number it is found."""
-    engines = [Engine(replace(model, kv_policy=each), num_blocks=None) for each in (FULL, *policies)]
-    found = np.array([[finds(each, *prompt) for each in engines] for prompt in _told(model, text, tokens, depths)])
+    engines, rows = [Engine(replace(model, kv_policy=each)) for each in (FULL, *policies)], []
+    for number, (ids, answer) in enumerate(needle_prompts(model, text, tokens, depths)):
+        rows.append([finds(engines[0], ids, answer)])
+        for engine in engines[1:]:
+            if engine.model.kv_policy.compresses:  # a prompt that is computed in full was just computed
+                engine.put_in(*_whole_pages(ids, *engines[0].take_out(ids)))
+            rows[-1].append(finds(engine, ids, answer))
+        print(f"depth {number:2} of {depths}: {['found' if each else '-' for each in rows[-1]]}", flush=True)
+    found = np.array(rows)
     full = found[:, 0]
     enough = "" if full.sum() >= 20 else ": too few"
     print(f"{full.sum()} of {depths} depths found with the full cache ({tokens} tokens){enough}")
@@ -58,10 +65,8 @@ def needle(model: LoadedModel, text: str, tokens: int, depths: int, policies: li
         print(f"{policy!s:22} {(hits & full).sum() / max(1, full.sum()):7.1%} of them; missed depths {missed}")
 
 
-def _told(model: LoadedModel, text: str, tokens: int, depths: int):
-    for number, prompt in enumerate(needle_prompts(model, text, tokens, depths), 1):
-        print(f"\r{number} of {depths}", end="\r", flush=True)
-        yield prompt
+def _whole_pages(ids: list[int], count: int, firsts: list[int], pages: list[list[bytes]]):
+    return ids[:count], firsts, pages
 
 
 @dataclass
