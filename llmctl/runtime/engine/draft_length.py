@@ -15,6 +15,7 @@ _PRIOR_ACCEPTED, _PRIOR_JUDGED = 1.5, 2.0
 _FIRST_PAUSE, _PAUSE_GROWTH = 32, 8
 _MARGIN = 1.02  # a speedup below this is no reason to draft
 _TOKEN_SHARE = 0.06  # of a plain step, what one token more is taken to cost before it was measured
+_TRIAL = 0.97  # of plain decoding's speed, which a trial may cost
 _REMEMBERED = 512  # steps after which a time that was not measured again is forgotten
 
 
@@ -129,6 +130,11 @@ class Pace:
         """1 is plain decoding; it is never said to be slower, since that is always to be had."""
         return max(1.0, self._tokens / self._spent)
 
+    @property
+    def loses(self) -> bool:
+        """Whether plain decoding would be faster by more than is worth a trial."""
+        return self._tokens < _TRIAL * self._spent
+
     def arrive(self, length: int) -> None:
         """The text has so many tokens now."""
         if self._length is not None:
@@ -179,17 +185,37 @@ class DraftLength:
         step."""
         if self.is_fixed:
             return self.longest
-        if self._pause:
-            self._pause -= 1
-            if self._pause == 0:
-                self._accepted, self._judged, self._rounds_since_pause = _PRIOR_ACCEPTED / 2, _PRIOR_JUDGED / 2, 0
+        if self._waits():
             return 0
         speedups = [expected_tokens(self.acceptance, n) / costs.of_round(n) for n in range(self.longest + 1)]
         best = max(range(self.longest + 1), key=speedups.__getitem__)
         if speedups[best] >= _MARGIN:
             return best
-        self._pause, self._next_pause = self._next_pause - 1, self._next_pause * _PAUSE_GROWTH
+        self._begin_pause()
         return 0
+
+    def goes_on(self, pace: Pace, costs: Costs) -> bool:
+        """The same decision for a draft that costs next to nothing, where with a small model it does cost something. Each False
+        stands for one plain step."""
+        if self.is_fixed:
+            return True
+        if self._waits():
+            return False
+        if pace.loses and costs.draft * self.longest > 1 - _TRIAL:
+            self._begin_pause()
+        return not self._pause
+
+    def _waits(self) -> bool:
+        """Whether there is a pause; one step of it is over then."""
+        if not self._pause:
+            return False
+        self._pause -= 1
+        if self._pause == 0:
+            self._accepted, self._judged, self._rounds_since_pause = _PRIOR_ACCEPTED / 2, _PRIOR_JUDGED / 2, 0
+        return True
+
+    def _begin_pause(self) -> None:
+        self._pause, self._next_pause = self._next_pause - 1, self._next_pause * _PAUSE_GROWTH
 
     def worth(self, costs: Costs, count: int) -> float:
         """The chance that all drafted tokens up to there are taken, below which one more is not worth what it costs."""

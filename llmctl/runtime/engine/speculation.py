@@ -75,7 +75,8 @@ class Speculation:
         self._sequences: dict[Sequence, _Drafting] = {}
         self._last_round: dict[Sequence, tuple[int, int]] = {}  # accepted and all tokens
         self._target_times, self._draft_seconds, self._calibration = StepTimes(), StepTimes(), Calibration()
-        self._num_decoding, self._since_plain, self._is_timed = 1, _PLAIN_EVERY, True
+        self._num_decoding, self._since_plain = 1, _PLAIN_EVERY
+        self._slowness = 1.0  # of the last step, against others of its size: what disturbed it would have disturbed a plain one
 
     def draft(self, sequences: list[tuple[Sequence, int]]) -> None:
         """Set the `draft` of sequences that need one token each. With each: how many tokens it has room for at most."""
@@ -91,8 +92,9 @@ class Speculation:
 
     def _wish(self, sequence: Sequence, room: int, costs: Costs) -> Wish | None:
         """What to ask the drafter for."""
-        length = self._of(sequence).length
-        count = length.choose(costs) if self.drafter.cost or self._fixed else self.longest
+        known = self._of(sequence)
+        length = known.length
+        count = length.choose(costs) if self.drafter.cost else self.longest * length.goes_on(known.pace, costs)
         if min(room, count) <= 0:
             return None
         return Wish(sequence, min(room, count), length.worth(costs, count))
@@ -108,7 +110,7 @@ class Speculation:
             self._draft_seconds.add(len(wishes), seconds / longest)
         for wish, draft in zip(wishes, drafts, strict=True):
             wish.sequence.draft = draft[: self._num_worth(wish.sequence, draft, costs)]
-            self._of(wish.sequence).pace.leave(costs.steps[len(wish.sequence.draft)] + costs.draft * len(draft))
+            self._of(wish.sequence).pace.leave(costs.steps[len(wish.sequence.draft)] + costs.draft * max(1, len(draft)))
 
     def _num_worth(self, sequence: Sequence, draft: list[Proposal], costs: Costs) -> int:
         """How many of the drafted tokens to have judged. All where they have odds: see `Wish`."""
@@ -137,9 +139,10 @@ class Speculation:
     def record_step(self, drafted: list[int], seconds: float | None) -> None:
         """A step of the target. drafted: of every sequence, the number of drafted tokens judged; seconds: None where a prompt
         was computed as well, so that they say nothing."""
-        self._is_timed, self._last_round = seconds is not None, {}
+        self._slowness, self._last_round, width = 0.0, {}, len(drafted) + sum(drafted)
         if seconds is not None:
-            self._target_times.add(len(drafted) + sum(drafted), seconds)
+            self._target_times.add(width, seconds)
+            self._slowness = seconds / (self._target_times.of(width) or 1.0)
         if any(drafted):
             self._since_plain += 1
             self.stats.rounds += 1
@@ -164,8 +167,8 @@ class Speculation:
         """Tokens that a round brought; fewer than none where they are taken back."""
         self.stats.accepted += num_accepted
         self.stats.round_tokens += num_tokens
-        if self._is_timed:
-            self.stats.undrafted_s += num_tokens * (self._target_times.of(self._num_decoding) or 0.0) / self._num_decoding
+        plain = self._target_times.of(self._num_decoding) or 0.0
+        self.stats.undrafted_s += num_tokens * plain * self._slowness / self._num_decoding
 
     def take_back(self, sequence: Sequence, num_tokens: int) -> None:
         """Of the last step's tokens of a sequence so many are of no use: its answer had ended before them."""

@@ -420,6 +420,19 @@ def test_ngrams_pay_where_a_text_repeats_itself_and_cost_little_where_they_are_w
     assert engine.speculation.stats.speedup == pytest.approx(512 / (clock.now - begin), rel=0.01)
 
 
+def test_ngrams_are_not_asked_where_asking_takes_longer_than_it_brings(stub_model, clock: Clock) -> None:
+    class Slow(NgramDrafter):
+        def propose(self, wishes, chance):
+            clock.now += 0.3
+            return super().propose(wishes, chance)
+
+    target = timed(clock, stub_model(mixed, context_length=700, max_cache_bytes=1 << 26), 1.0, 0.02)
+    engine = Engine(target, speculation=Speculation(Slow()))
+    completion(engine, PROMPT, SamplingParams(temperature=0, max_tokens=513))
+    stats = engine.speculation.stats
+    assert 0 < stats.draft_s < 512 * 0.03
+
+
 def test_a_draft_that_turns_good_is_taken_up_again(stub_model, clock: Clock) -> None:
     def late(ids: list[int]) -> np.ndarray:
         return wrong(ids) if len(ids) < 30 else mixed(ids)
