@@ -86,11 +86,11 @@ def policy_rows(model: LoadedModel, text: str, context: int, chunks: int, share:
     """KL and top tokens of the second half of chunks, of whose first half a share is kept."""
     prompt = context // 2
     policies = [*budgets(prompt, share, ["sliding", "sinks", "snapkv"])]
-    policies.append(replace(policies[-1], pooling="average"))
+    policies += [replace(policies[-1], pooling="average"), replace(policies[-1], kernel=7)]
     pieces = cut(model.tokenizer, text, context, chunks)
     for policy, found in zip(policies, distances(model, pieces, prompt, policies), strict=True):
-        pooling = f" ({policy.pooling})" if policy.compresses else ""
-        print(f"{policy!s:22}{pooling:10} KL {found.kl:.5f}  same top token {found.same_top:.2%}", flush=True)
+        pooling = f" ({policy.pooling} of {policy.kernel})" if policy.compresses else ""
+        print(f"{policy!s:22}{pooling:16} KL {found.kl:.5f}  same top token {found.same_top:.2%}", flush=True)
 
 
 def print_speed(model: LoadedModel, depth: int, share: float, rounds: int) -> None:

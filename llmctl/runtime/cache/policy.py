@@ -34,14 +34,15 @@ class KvPolicy:
 
     budget: tokens, or a share (a float up to 1) of the prompt for snapkv, of the context for sliding and sinks; None for full.
     sinks: first tokens kept by "sinks". window, kernel, pooling: of snapkv: the queries that vote, and over how many
-    neighbouring tokens (an odd number) votes are pooled, and how. Errors: UsageError for numbers that do not fit together.
+    neighbouring tokens (an odd number) votes are pooled, and how. The paper's kernel of 7 keeps 3 tokens behind one that is
+    looked at: of a number with a token a digit its first 4 digits. Errors: UsageError for numbers that do not fit together.
     """
 
     kind: PolicyKind = "full"
     budget: int | float | None = None
     sinks: int = 4
     window: int = 32
-    kernel: int = 7
+    kernel: int = 13
     pooling: Pooling = "max"
 
     def __post_init__(self) -> None:
