@@ -13,10 +13,10 @@ void linear_quantized(const TileRange& tiles, const Activations& x, float* y, in
   else linear_float(tiles, x, y, stride, expanded_tiles<expand<L>, 1>, expanded_tiles<expand<L>, 2>);
 }
 
-// Half-precision weights are worth expanding once when several groups of tokens share them.
+// Half-precision weights are worth expanding once when more than two groups of tokens share them.
 template <class Load>
 void linear_plain(const TileRange& tiles, const Activations& x, float* y, int64_t stride) {
-  bool expand_first = Load::kBytes < LoadF32::kBytes && x.tokens > kFloatTokens;
+  bool expand_first = Load::kBytes < LoadF32::kBytes && x.tokens > 2 * kFloatTokens;
   if (expand_first)
     linear_float(tiles, x, y, stride, expanded_tiles<expand_plain<Load>, 1>, expanded_tiles<expand_plain<Load>, 2>);
   else linear_float(tiles, x, y, stride, plain_tiles<Load, 1>, plain_tiles<Load, 2>);

@@ -101,12 +101,22 @@ void add_columns(const SideBySide& tiles, const float* x, int64_t x_stride, int6
     for (int r = 0; r < R; ++r) store_f32(sums + t * kStride + r * kTileRows, y[t][r]);
 }
 
+// Calls f(Index<count>) for a count from 1 to N; for 0 nothing.
+template <int N, class F> LLMCTL_INLINE void with_count(int64_t count, F f) {
+  if (count == N) return f(Index<N>{});
+  if constexpr (N > 1) with_count<N - 1>(count, f);
+}
+
+// All tokens in as few groups as there can be: each reads the weights once more.
 template <class Load, int R>
 void add_columns_to_all(const SideBySide& tiles, const Activations& x, int64_t first, int64_t count, float* sums) {
-  for_groups<kFloatTokens>(0, x.tokens, [&](auto size, int64_t token) {
-    add_columns<Load, R, decltype(size)::value>(tiles, x.values + token * x.value_stride + first, x.value_stride, count,
-                                                sums + token * kFloatTiles * kTileRows, first == 0);
-  });
+  for (int64_t token = 0; token < x.tokens; token += kFloatTokens) {
+    const int64_t left = x.tokens - token;
+    with_count<kFloatTokens>(left < kFloatTokens ? left : kFloatTokens, [&](auto size) {
+      add_columns<Load, R, decltype(size)::value>(tiles, x.values + token * x.value_stride + first, x.value_stride, count,
+                                                  sums + token * kFloatTiles * kTileRows, first == 0);
+    });
+  }
 }
 
 // R neighbouring tiles, up to kFloatTokenBlock tokens, straight from plain weights.
