@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmctl.runtime.cache.block_manager import GONE, BlockManager, BlockTable, GroupStats, SequencePages
+from llmctl.runtime.cache.block_manager import BlockManager, GroupStats, SequencePages
+from llmctl.runtime.cache.block_table import GONE, BlockTable
 from llmctl.runtime.cache.memory import Demand, LayerShape, plan_cache
 
 
