@@ -39,6 +39,7 @@ class Calibrated:
     num_samples: int
     seq_len: int
     seed: int
+    imatrix: Path | None
     save_imatrix: Path | None
     report: Path | None
     max_ram: int | None
@@ -106,6 +107,7 @@ def _request(request: Calibrated) -> Any:
         threads=request.threads or default_threads(),
         max_ram=request.max_ram,
         family=request.family,
+        imatrix=request.imatrix,
     )
 
 

@@ -45,7 +45,7 @@ ImatrixOption = Annotated[
     typer.Option(
         "--imatrix",
         metavar="FILE",
-        help="Importance matrix of llama-imatrix, GGUF or .dat: which columns rounding must spare.",
+        help="Importance matrix, GGUF or .dat: which columns rounding must spare, whatever the text says.",
         show_default=False,
     ),
 ]

@@ -99,7 +99,9 @@ def quantize(
     imatrix: ImatrixOption = None,
     save_imatrix: Annotated[
         Path | None,
-        typer.Option("--save-imatrix", metavar="FILE", help="Write the importance measured on the way.", show_default=False),
+        typer.Option(
+            "--save-imatrix", metavar="FILE", help="Write the importance measured on the way: GGUF, or .dat.", show_default=False
+        ),
     ] = None,
     report: Annotated[
         Path | None,
@@ -135,7 +137,8 @@ def quantize(
     of_grids = {"--group-size": group_size, "--symmetric": symmetric is not None, "--per-tensor": per_tensor}
     of_budget = {"--target-size": target_size, "--target-bpw": target_bpw}
     _check_budget(method, of_budget, {"--type": type, "--bits": bits, "--pure": pure})
-    of_gguf = {**of_budget, "--type": type, "--pure": pure, "--imatrix": imatrix, "--pre": pre, "--drop-surplus": drop_surplus}
+    of_gguf = {**of_budget, "--type": type, "--pure": pure, "--pre": pre, "--drop-surplus": drop_surplus}
+    of_gguf |= {"--imatrix": imatrix} if method == "rtn" else {}
     _check_together(method, form, of_text, of_gptq, of_grids, of_gguf)
     recipe = _recipe(bits, type) if form == "gguf" else None
     ram = size_in_bytes(max_ram, "--max-ram")
@@ -186,6 +189,7 @@ def quantize(
             num_samples=num_samples,
             seq_len=seq_len,
             seed=seed,
+            imatrix=imatrix,
             save_imatrix=save_imatrix,
             report=report,
             max_ram=ram,
@@ -234,7 +238,7 @@ def _check_together(method: str, form: str, *groups: dict[str, Any]) -> None:
         raise UsageError(f"{of_gguf[0]} is for GGUF files, not --format {form}")
     if method in ("gptq", "awq") and "--per-tensor" in of_grids:
         raise UsageError(f"--per-tensor is for --method rtn and ptq, not {method}")
-    if method != "rtn" and (others := [name for name in of_gguf if name in ("--imatrix", "--pre", "--drop-surplus")]):
+    if method != "rtn" and (others := [name for name in of_gguf if name in ("--pre", "--drop-surplus")]):
         raise UsageError(f"{others[0]} is for --method rtn, not {method}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,21 +10,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmctl.errors import FormatError, LlmctlError, OutOfMemoryError, UnsupportedError, UsageError
+from llmctl.errors import FormatError, LlmctlError, UnsupportedError, UsageError
 from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.quant.calibration import Calibration, read_calibration
 from llmctl.quant.convert import Plan, make_plan, write
-from llmctl.quant.fitting import Budget, Fitted, fit
+from llmctl.quant.demand import demand_of, fitting_memory
+from llmctl.quant.fitting import Budget, Fitted, aimed_numbers, fit
 from llmctl.quant.head import head_module
-from llmctl.quant.imatrix import ImportanceMatrix
+from llmctl.quant.imatrix import ImportanceMatrix, read_imatrix
 from llmctl.quant.integer_grid import IntegerGrid
-from llmctl.quant.memory_plan import Demand, MemoryPlan, plan_memory
+from llmctl.quant.memory_plan import MemoryPlan
 from llmctl.quant.module_solver import Method, Target
 from llmctl.quant.packed_folder import PackedPlan, write_packed
 from llmctl.quant.packed_layouts import LAYOUTS
-from llmctl.quant.pipeline import GROUPS_AT_ONCE, Job, run
+from llmctl.quant.pipeline import Job, run
 from llmctl.quant.quantized_folder import plan_quantized
-from llmctl.quant.quantized_gguf import gguf_targets, with_results
+from llmctl.quant.quantized_gguf import gguf_targets, module_importances, with_results
 from llmctl.quant.recipe import Recipe
 from llmctl.quant.results import HEAD_LAYER, Results
 from llmctl.quant.source import open_source
@@ -35,9 +35,9 @@ from llmctl.quant.walk import Walk, one_thread_each
 from llmctl.quant.work_folder import WorkFolder
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.checkpoint.output_file import free_bytes
-from llmctl.runtime.machine import cpu, memory
+from llmctl.runtime.machine import cpu
 from llmctl.runtime.models.registry import chosen_family
-from llmctl.runtime.models.topology import layer_modules, layer_topology
+from llmctl.runtime.models.topology import layer_modules
 from llmctl.runtime.models.weights import ModelWeights
 from llmctl.runtime.tokenizer import load_tokenizer
 
@@ -62,7 +62,7 @@ class TextRequest:
 class Request:
     """form: gguf or a name of LAYOUTS. bits, group_size, symmetric: of a packed folder's grid, group_size None for the largest
     of GROUP_SIZES. recipe, pure: of a GGUF file; budget: its size, where that decides the types. family: it is taken for one
-    of."""
+    of. imatrix: file of importances, which stand for those of the text where errors are weighed."""
 
     path: Path
     method: Method
@@ -77,6 +77,7 @@ class Request:
     threads: int = 1
     max_ram: int | None = None
     family: str | None = None
+    imatrix: Path | None = None
 
 
 @dataclass
@@ -93,12 +94,13 @@ class CalibratedPlan:
     fast: bool
     warnings: list[str] = field(default_factory=list)
     fitted: Fitted | None = None
+    importance: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def job(self) -> Job:
         """For the pipeline."""
         norm_format = self.folder.form if self.folder is not None else FORMATS["F32"]
-        return Job(self.weights, self.request.method, self.targets, norm_format, self.request.threads, self.fast)
+        return Job(self.weights, self.request.method, self.targets, norm_format, self.request.threads, self.fast, self.importance)
 
     @property
     def nbytes(self) -> int:
@@ -120,6 +122,7 @@ class CalibratedPlan:
             "batch_tokens": self.memory.batch_tokens if self.memory else None,
             "lanes": self.memory.lanes if self.memory else None,
             "fast": self.fast,
+            "imatrix": [request.imatrix.stat().st_size, request.imatrix.stat().st_mtime_ns] if request.imatrix else None,
             "torch": torch.__version__,
         }
 
@@ -144,11 +147,23 @@ def make_calibrated_plan(request: Request, progress: FitProgress | None = None) 
     plan = CalibratedPlan(request, weights, targets, output_plan, folder, None, None, _multiplies_bfloat16())
     if request.method.needs_text:
         plan.calibration = _calibration(request, weights)
-        plan.memory = _memory(plan)
+        if request.imatrix is not None:
+            _take_importance(plan, read_imatrix(request.imatrix))
+        aimed = aimed_numbers(weights.config) if request.budget is not None else 0
+        head = head_module(weights.config) in targets or bool(aimed)
+        demand = demand_of(weights, request.method, plan.calibration, head=head, aimed=aimed)
+        plan.memory = fitting_memory(demand, request.threads, request.max_ram)
     if request.budget is not None:
         _fit(plan, request.budget, progress)
     plan.warnings += _coarse(weights, targets)
     return plan
+
+
+def _take_importance(plan: CalibratedPlan, matrix: ImportanceMatrix) -> None:
+    plan.importance = module_importances(matrix, plan.weights, plan.targets)
+    missing = [name for name in plan.targets if name not in plan.importance]
+    if missing:
+        plan.warnings.append(f"{matrix.path}: says nothing of {missing[0]} and {len(missing) - 1} more: the text does")
 
 
 def _fit(plan: CalibratedPlan, budget: Budget, progress: FitProgress | None) -> None:
@@ -221,51 +236,6 @@ def _calibration(request: Request, weights: ModelWeights) -> Calibration:
             f"{request.path}: the calibration text has token {highest}, the embedding {weights.config.vocab_size} rows"
         )
     return found
-
-
-def _memory(plan: CalibratedPlan) -> MemoryPlan:
-    config, calibration = plan.weights.config, plan.calibration
-    assert calibration is not None
-    shapes = _projections(plan.weights)
-    layer = _largest_layer(plan.weights, shapes)
-    demand = Demand(
-        config,
-        sum(int(np.prod(shapes[f"model.layers.{layer}.{module}"])) for module in layer_modules(config, layer)),
-        _inputs_at_once(plan, layer, shapes),
-        calibration.num_tokens,
-        max(map(len, calibration.rows)),
-        plan.request.method.needs_products or plan.request.budget is not None,
-    )
-    limit, available = plan.request.max_ram, memory().available
-    found = plan_memory(demand, plan.request.threads, limit)
-    if available is not None and found.nbytes > available and limit is None:
-        found = plan_memory(demand, plan.request.threads, available)
-    if available is not None and found.nbytes > available:
-        raise OutOfMemoryError(
-            f"calibration needs {found.nbytes / 1e9:.2f} GB, {available / 1e9:.2f} GB are free; --max-ram sets a lower limit"
-        )
-    return found
-
-
-def _largest_layer(weights: ModelWeights, shapes: dict[str, tuple[int, ...]]) -> int:
-    config = weights.config
-
-    def size(index: int) -> int:
-        return sum(int(np.prod(shapes[f"model.layers.{index}.{module}"])) for module in layer_modules(config, index))
-
-    return max(range(config.num_layers), key=size)
-
-
-def _inputs_at_once(plan: CalibratedPlan, layer: int, shapes: dict[str, tuple[int, ...]]) -> list[int]:
-    """Channels of the inputs whose products are in memory together."""
-    groups = layer_topology(plan.weights.config, layer)
-    sizes = {group: shapes[f"model.layers.{layer}.{group.modules[0]}"][-1] for group in groups}
-    if plan.request.method.name == "awq":
-        return list(sizes.values()) * 3  # as measured, and those of the plain and of the smoothed trial
-    if plan.request.budget is not None:
-        return list(sizes.values())  # a survey looks at a layer in one go
-    stages = [[sizes[group] for group in part] for _, part in itertools.groupby(groups, lambda group: group.stage)]
-    return max((sorted(stage)[-GROUPS_AT_ONCE:] for stage in stages), key=lambda part: sum(size * size for size in part))
 
 
 def _multiplies_bfloat16() -> bool:
@@ -356,8 +326,6 @@ def importances(plan: CalibratedPlan, results: Results) -> Importances:
 
 def save_importances(plan: CalibratedPlan, results: Results, path: Path) -> ImportanceMatrix:
     """Write the importance matrix, and read it back."""
-    from llmctl.quant.imatrix import read_imatrix
-
     calibration = plan.calibration
     assert calibration is not None
     write_imatrix(path, importances(plan, results), [calibration.name], len(calibration.rows), calibration.row_length)

@@ -13,6 +13,7 @@ from llmctl.quant.convert import Plan
 from llmctl.quant.module_solver import target_bits, target_name
 from llmctl.quant.packed_folder import PackedPlan
 from llmctl.quant.results import Results
+from llmctl.runtime.machine import peak_memory
 
 _LAYER = re.compile(r"^model\.layers\.\d+\.")
 _LOADS_IN = {
@@ -123,6 +124,8 @@ def document(
             "modules": len(modules),
             "bytes": plan.nbytes,
             "file_bytes": nbytes,
+            "memory_bytes": plan.memory.nbytes if plan.memory is not None else 0,
+            "peak_memory_bytes": peak_memory(),
             "bits_per_weight": _bits_per_weight(plan),
         },
         "calibration": _calibration(plan),

@@ -15,12 +15,19 @@ from llmctl.quant.head import head_module
 from llmctl.quant.recipe import RECIPES, Recipe
 from llmctl.quant.survey import RoundedWeights, Surveyed, measure, survey, survey_embedding, survey_head
 from llmctl.quant.walk import Walk
+from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.topology import layer_topology
 from llmctl.runtime.models.weights import ModelWeights
 
 _ALIGNMENT = 32
 _PROBED_TOKENS = 1024
 _SURVEYED_TOKENS = 8192
+
+
+def aimed_numbers(config: ModelConfig) -> int:
+    """float32 numbers that `fit` holds beside a layer: text at the entrance of every layer, and the head as it is and rounded."""
+    entrances = _PROBED_TOKENS * (config.num_layers + 2) + _SURVEYED_TOKENS
+    return entrances * config.hidden_size + 2 * config.vocab_size * config.hidden_size
 
 
 @dataclass(frozen=True)

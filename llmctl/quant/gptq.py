@@ -22,6 +22,7 @@ DAMPING = 0.05
 """See `grid_gptq.DAMPING`."""
 _LADDER = (1, 3, 10, 30)
 _PIECE = 1 << 20  # numbers that are moved at once
+_LOSS_ROWS = 512  # that are multiplied at once
 _FLOOR = 1e-3  # of the mean of the diagonal, for eigenvalues, where no damping of the ladder was enough
 
 
@@ -109,8 +110,8 @@ def _turn_around(matrix: torch.Tensor) -> None:
 
 def loss(weight: torch.Tensor, values: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """Mean squared error of the outputs, by row: (ŵ − w)·H·(ŵ − w)ᵀ, float32 [N]."""
-    error = values - weight
-    return ((error @ hessian) * error).sum(dim=1)
+    errors = (part - own for part, own in zip(values.split(_LOSS_ROWS), weight.split(_LOSS_ROWS), strict=True))
+    return torch.cat([((error @ hessian) * error).sum(dim=1) for error in errors])
 
 
 def solve(
@@ -130,15 +131,14 @@ def compensate(
     columns: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, grid: IntegerGrid, factor: Factor
 ) -> torch.Tensor:
     """Codes, uint8 [K, n], of columns [K, n] for given scales and zeros [G, n]."""
-    groups = factor.order // grid.columns_per_group(len(columns))
-    wanted, steps, offsets = columns[factor.order], scales[groups], zeros[groups]
-    inverses = inverse_of(steps)
+    groups, inverses = factor.order // grid.columns_per_group(len(columns)), inverse_of(scales)
+    wanted = columns[factor.order]
     errors, codes = torch.empty_like(wanted), torch.empty(wanted.shape, dtype=torch.uint8)
     for start in range(0, len(wanted), BLOCK):
-        block = slice(start, start + BLOCK)
+        block, own = slice(start, start + BLOCK), groups[start : start + BLOCK]
         target = wanted[block] - factor.upper[:start, block].T @ errors[:start]
         _compensate_block(
-            target, wanted[block], steps[block], offsets[block], inverses[block], grid.largest,
+            target, wanted[block], scales[own], zeros[own], inverses[own], grid.largest,
             factor.upper[block, block], errors[block], codes[block],
         )  # fmt: skip
     result = torch.empty_like(codes)

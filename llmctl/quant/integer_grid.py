@@ -18,7 +18,7 @@ from llmctl.quant.workers import Workers
 Search = Literal["range", "error"]
 _SHRINKS = tuple(1.0 - 0.035 * step for step in range(16))
 """Parts of the full range that are tried, 1 first: outliers may be cut off where that makes all other steps finer."""
-_CHUNK_ROWS = 1024
+_CHUNK_ELEMENTS = 1 << 20  # of rows that are solved together: bounds what a thread holds, whatever the rows' length
 _RIDGE = 0.05  # of the mean of a group's diagonal, added to it: as GPTQ's damping, against the noise of products
 
 
@@ -76,7 +76,8 @@ ChunkSolver = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.T
 
 def solve_in_chunks(weight: torch.Tensor, grid: IntegerGrid, solve: ChunkSolver, threads: int = 1) -> GridValues:
     """weight: float32 [N, K], whose rows are independent of each other."""
-    parts = Workers(threads).in_order(lambda rows: solve(rows.T.contiguous()), weight.split(_CHUNK_ROWS))
+    chunks = weight.split(max(64, _CHUNK_ELEMENTS // weight.shape[1]))
+    parts = Workers(threads).in_order(lambda rows: solve(rows.T.contiguous()), chunks)
     codes, scales, zeros = (torch.cat(part, dim=1).T.contiguous() for part in zip(*parts, strict=True))
     return GridValues(grid, codes, scales, zeros)
 

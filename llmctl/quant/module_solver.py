@@ -50,11 +50,16 @@ class Method:
 
 @dataclass
 class Solved:
-    """One matrix. values: float32 [N, K], exactly what `stored` decodes to. facts: for the report."""
+    """One matrix as a file holds it. facts: for the report."""
 
-    values: torch.Tensor
     stored: Stored
     facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """float32 [N, K], decoded anew each time: kept, it would be the largest part of a group being solved."""
+        stored = self.stored
+        return torch.from_numpy(dequantize(stored)) if isinstance(stored, QuantTensor) else stored.values
 
 
 def target_name(target: Target) -> str:
@@ -86,12 +91,12 @@ def round_module(
         columns = None if importance is None else importance.numpy()
         blocks = Encoder(threads).encode(weight.numpy(), target, columns)
         assert isinstance(blocks, QuantTensor)
-        return Solved(torch.from_numpy(dequantize(blocks)), blocks)
+        return Solved(blocks)
     if method.per_tensor:
         found = round_whole_tensor(weight, target, importance, method.search)
     else:
         found = round_to_grid(weight, target, importance, method.search, products=products, threads=threads)
-    return Solved(found.values, found)
+    return Solved(found)
 
 
 def solve_group(
@@ -160,7 +165,7 @@ def _compensated(
         solver = grid_gptq.Solver.on(threads, method.damping)
         for name, form in formats.items() if prepared is not None else ():
             blocks = grid_gptq.solve_prepared(solver, weights[name].numpy(), prepared, form, importance.numpy())
-            found[name] = Solved(torch.from_numpy(dequantize(blocks)), blocks, {"damping": method.damping})
+            found[name] = Solved(blocks, {"damping": method.damping})
     return found
 
 
@@ -184,7 +189,7 @@ def _on_grid(
     found, first = {}, 0
     for name, weight in weights.items():
         part = together.rows(first, first + len(weight))
-        found[name] = Solved(part.values, part, dict(facts))
+        found[name] = Solved(part, dict(facts))
         first += len(weight)
     return found
 
@@ -192,9 +197,10 @@ def _on_grid(
 def _describe(
     one: Solved, weight: torch.Tensor, target: Target, statistics: Statistics | None, hessian: torch.Tensor | None
 ) -> None:
-    if not bool(torch.isfinite(one.values).all()):
+    values = one.values
+    if not bool(torch.isfinite(values).all()):
         raise FormatError("the quantized values are not finite")
-    error = float(torch.linalg.vector_norm(one.values - weight))
+    error = float(torch.linalg.vector_norm(values - weight))
     size = float(torch.linalg.vector_norm(weight))
     facts = {
         "shape": list(weight.shape),
@@ -204,7 +210,7 @@ def _describe(
         "tokens": statistics.count if statistics is not None else 0,
     }
     if hessian is not None:
-        loss = float(gptq.loss(weight, one.values, hessian).sum())
+        loss = float(gptq.loss(weight, values, hessian).sum())
         energy = float(gptq.loss(weight, torch.zeros_like(weight), hessian).sum())
         facts |= {"loss": loss, "output_error": sqrt(max(loss, 0.0) / energy) if energy > 0 else 0.0}
         facts["sqnr_db"] = 10 * log10(energy / loss) if loss > 0 and energy > 0 else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,7 +41,8 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True)
 class Job:
     """targets: by whole module name, of everything that is to be quantized. norm_format: type that norms are stored in. fast:
-    multiply in bfloat16 on the way. threads: of the solvers and of the forward pass."""
+    multiply in bfloat16 on the way. threads: of the solvers and of the forward pass. importance: by whole module name, float32
+    [K] from a file, in the place of E[x²] where errors are weighed."""
 
     weights: ModelWeights
     method: Method
@@ -49,6 +50,7 @@ class Job:
     norm_format: Format = FORMATS["F32"]
     threads: int = 1
     fast: bool = False
+    importance: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def head_format(self) -> Format | None:
@@ -108,6 +110,7 @@ def _solve_head(job: Job, walk: Walk | None, work: WorkFolder, form: Format) -> 
     assert walk is not None, "heads are solved for methods that see text"
     started, name = time.perf_counter(), head_module(job.weights.config)
     statistics = head_statistics(walk)
+    statistics.given = _given(job, [name])
     arrays = {f"{name}/squares": statistics.squares.numpy(), f"{name}/count": np.array([statistics.count])}
     if job.method.name == "gptq":
         solved = solve_head(job.weights, statistics, form, job.method.damping, job.threads)
@@ -148,9 +151,24 @@ def _solve_stage(job: Job, walk: Walk, layer: LayerWeights, groups: list[InputGr
         part = groups[start : start + at_once]
         found = walk.collect(layer, _seen_at(part), products=job.method.needs_products)
         result.note(part, found)
+        _give(job, layer, part, found)
         for group in part:
             _solve(job, layer, group, found, result)
         return_free_memory()
+
+
+def _give(job: Job, layer: LayerWeights, groups: list[InputGroup], found: dict[str, Statistics]) -> None:
+    """Importances of the file to the statistics of the groups' inputs."""
+    for group in groups:
+        if group.leader in found:
+            found[group.leader].given = _given(job, map(layer.full, group.modules))
+
+
+def _given(job: Job, modules: Iterable[str]) -> torch.Tensor | None:
+    """The file's importance of the input that these modules read."""
+    known = (job.importance[module] for module in modules if module in job.importance)
+    values = next(known, None)
+    return None if values is None else torch.from_numpy(values)
 
 
 def _seen_at(groups: list[InputGroup]) -> list[str]:
@@ -211,6 +229,7 @@ def _solve_half(
     """With smoothing, and without where that is what brings the half's output closer."""
     found = walk.collect(layer, _seen_at([*groups, *scaled]), products=True)
     result.note(groups, found)
+    _give(job, layer, [*groups, *scaled], found)
     half = Half(walk, layer)
     trials = [_attempt(job, half, groups, found, group_scales) for group_scales in (scaled, [])]
     (with_error, *_), (without_error, *_) = trials

@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from llmctl.errors import UnsupportedError
+import numpy as np
+
+from llmctl.errors import FormatError, UnsupportedError
 from llmctl.kernels.formats.grids import grid_spec
 from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.quant.convert import Plan
 from llmctl.quant.huggingface import gguf_reader
+from llmctl.quant.imatrix import ImportanceMatrix
 from llmctl.quant.results import Results
 from llmctl.quant.rtn import Stack, Tensor
+from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models.weights import ModelWeights
 
 
@@ -67,6 +71,25 @@ def _by_gguf_name(weights: ModelWeights, modules: Iterable[str]) -> dict[str, li
     for module in modules:
         if name := weights.family.gguf_names.to_gguf(f"{module}.weight"):
             found.setdefault(name, []).append(module)
+    return found
+
+
+def module_importances(matrix: ImportanceMatrix, weights: ModelWeights, modules: Iterable[str]) -> dict[str, np.ndarray]:
+    """float32 [K] by whole module name, of the modules that the file names. FormatError if it is of another model."""
+    found: dict[str, np.ndarray] = {}
+    for name, members in _by_gguf_name(weights, modules).items():
+        values = matrix.weights.get(name)
+        if values is None:
+            continue
+        columns = weights.stored(f"{members[0]}.weight").shape[-1]
+        if values.size != len(members) * columns:
+            raise FormatError(
+                f"{matrix.path}: has {values.size} values for {quoted(name)}, which needs {len(members) * columns}: it is of "
+                "another model"
+            )
+        found |= zip(members, np.ascontiguousarray(values.reshape(len(members), columns), np.float32), strict=True)
+    if not found:
+        raise FormatError(f"{matrix.path}: names no matrix of this model")
     return found
 
 

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from llmctl.cli import main
 from llmctl.quant.calibration import read_calibration
 from llmctl.quant.imatrix import read_imatrix
+from llmctl.quant.statistics import Importances, write_imatrix
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.engine.model_runner import compute_logits
 from llmctl.runtime.loading import load_model
@@ -151,6 +152,57 @@ def test_the_importance_matrix_is_llama_cpps(tiny: Path, quantize: Callable[...,
     assert again["imatrix"] == "i.gguf"
 
 
+def test_both_forms_of_the_importance_matrix_say_the_same(tiny: Path, quantize: Callable[..., dict[str, Any]]) -> None:
+    for form in ("gguf", "dat"):
+        quantize(tiny, "--method", "ptq", "-o", form, "--save-imatrix", f"i.{form}")
+    new, old = (read_imatrix(Path(f"i.{form}")) for form in ("gguf", "dat"))
+    assert new.weights.keys() == old.weights.keys()
+    assert (new.chunks, new.dataset) == (old.chunks, old.dataset)
+    for name, weights in new.weights.items():
+        np.testing.assert_allclose(old.weights[name], weights[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--method", "ptq", "--format", "gguf", "--type", "Q4_0"),
+        ("--method", "gptq", "--format", "gguf", "--type", "Q4_0"),
+        ("--method", "ptq", "--bits", "3"),
+        ("--method", "awq"),
+    ],
+    ids=str,
+)
+def test_an_importance_matrix_says_which_columns_are_spared(
+    tiny: Path, quantize: Callable[..., dict[str, Any]], options: tuple[str, ...]
+) -> None:
+    """Of a file that knows only every second column, whatever the text says."""
+    name = "blk.1.ffn_down.weight"
+    sums = np.tile(np.array([[1e4, 1e-4]], np.float32), (1, 80))
+    write_imatrix(Path("half.dat"), Importances({name: sums}, {name: np.array([1])}), ["odd"], 1, 1)
+    errors = []
+    for imatrix in ((), ("--imatrix", "half.dat")):
+        output = Path(f"out{len(imatrix)}{'.gguf' if 'gguf' in options else ''}")
+        found = quantize(tiny, *options, "-o", str(output), *imatrix)
+        hf_name = "model.layers.1.mlp.down_proj.weight"
+        source, made = ModelWeights(open_checkpoint(tiny)), ModelWeights(open_checkpoint(output))
+        difference = values(made, hf_name) - values(source, hf_name)
+        errors.append(float(np.square(difference[:, ::2]).sum()))
+    assert "says nothing of model.layers.0" in found["stderr"]
+    assert found["imatrix"] == "half.dat"
+    if "awq" in options:  # whose scales move all columns
+        assert errors[1] != errors[0]
+    else:  # GPTQ searches scales by it, and then makes up for errors on the text
+        assert errors[1] < (1 if "gptq" in options else 0.97) * errors[0]
+
+
+def test_an_importance_matrix_of_another_model_is_refused(tiny: Path, quantize: Callable[..., dict[str, Any]]) -> None:
+    for name, columns, message in (("blk.1.ffn_down.weight", 96, "which needs 160"), ("blk.9.x.weight", 8, "names no matrix of")):
+        sums = np.ones((1, columns), np.float32)
+        write_imatrix(Path("other.gguf"), Importances({name: sums}, {name: np.array([1])}), ["odd"], 1, 1)
+        found = quantize(tiny, "--method", "gptq", "-o", "out", "--imatrix", "other.gguf", expected=1)
+        assert message in found["stderr"]
+
+
 def test_the_report_says_how_close_the_result_is(tiny: Path, quantize: Callable[..., dict[str, Any]]) -> None:
     options = ("--method", "gptq", "--check", "-o", "out", "--report", "r.html")
     found = quantize(tiny, *options)
@@ -189,7 +241,7 @@ def test_the_plan_is_what_is_done(tiny: Path, quantize: Callable[..., dict[str, 
         (("--method", "gptq", "--group-size", "64"), "--group-size 64 does not divide the 96 columns of"),
         (("--method", "awq", "--bits", "8"), "AWQ has 4-bit codes, these have 8"),
         (("--method", "gptq", "--seq-len", "129"), "--seq-len 129 is more than the 128 tokens the model was trained with"),
-        (("--method", "gptq", "--max-ram", "100M"), "calibration needs 0.48 GB at least"),
+        (("--method", "gptq", "--max-ram", "100M"), "calibration needs 0.58 GB at least"),
         (("--method", "gptq", "--max-ram", "lots"), "--max-ram lots: expected a size like 500M or 2G"),
         (("--method", "gptq", "--report", "r.txt"), "expected a name that ends in .json or .html"),
         (("--method", "gptq", "--resume"), "--resume: there is no unfinished run for"),
@@ -251,6 +303,35 @@ def test_activations_on_disk_and_one_lane_give_a_model_as_good(tiny: Path, quant
     assert "activations on disk" not in plenty["stderr"]
     losses = [sum(module["loss"] for module in found["modules"]) for found in (plenty, little)]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        (("--method", "gptq"), None),
+        (("--method", "gptq"), 1),
+        (("--method", "awq"), None),
+        (("--method", "gptq", "--format", "gguf", "--type", "Q4_0"), None),
+    ],
+    ids=["gptq", "gptq with little", "awq", "gguf"],
+)
+def test_no_more_memory_is_taken_than_was_planned(
+    tmp_path_factory: pytest.TempPathFactory, here: Path, options: tuple[str, ...], limit: int | None
+) -> None:
+    """Of a model whose sums over inputs are what takes most: 4608 channels are 85 MB a sum, and there are several of them."""
+    folder = tmp_path_factory.mktemp("wide") / "wide"
+    make_tiny_model(folder, "llama", tokenizer="bpe", num_hidden_layers=1, intermediate_size=4608)
+    command = [sys.executable, "-m", "llmctl", "quantize", str(folder), *SHORT, *options, "--threads", "2", "-o", "out", "--json"]
+    if limit is not None:
+        plan = json.loads(subprocess.run([*command, "--dry-run"], capture_output=True, check=True).stdout)
+        command += ["--max-ram", str(plan["totals"]["memory_bytes"] - limit)]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    totals = json.loads(done.stdout)["totals"]
+    assert totals["peak_memory_bytes"] <= totals["memory_bytes"]
+    assert totals["peak_memory_bytes"] > 2 * 4 * 4608**2 + (250 << 20), "the sums are part of it"
+    if limit is not None:
+        assert totals["memory_bytes"] <= int(command[-1])
 
 
 def test_a_size_decides_the_types(tiny: Path, quantize: Callable[..., dict[str, Any]], here: Path) -> None:

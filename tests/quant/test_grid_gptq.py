@@ -78,7 +78,7 @@ def test_each_stage_of_the_search_helps(name: str) -> None:
 
 def test_threads_and_row_ranges_do_not_change_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = solve(weight(), hessian(), FORMATS["Q4_K"], threads=2).blocks
-    monkeypatch.setattr(grid_gptq, "_ROWS", 16)
+    monkeypatch.setattr(grid_gptq, "_ELEMENTS", 16 * COLUMNS)
     assert (solve(weight(), hessian(), FORMATS["Q4_K"]).blocks == whole).mean() > 0.999  # products may add in another order
 
 
