@@ -14,6 +14,7 @@ from llmctl.kernels.formats.grids import GridSpec
 from llmctl.quant.integer_grid import GridValues
 
 F = np.float32
+_ELEMENTS = 1 << 22  # of rows that are improved at once: bounds the memory
 PASSES = 3
 """Of scales and codes in turn: see `grid_gptq.PASSES`."""
 
@@ -57,10 +58,20 @@ class IntegerGroups:
 
 def improve(found: GridValues, weight: torch.Tensor, damped: torch.Tensor, threads: int = 1) -> GridValues:
     """Values of less loss. weight: float32 [N, K]. damped: float32 [K, K], the Hessian as it was factored."""
+    descent, step = Descent(threads), max(1, _ELEMENTS // weight.shape[1])
+    parts = []
+    for first in range(0, len(weight), step):
+        rows = slice(first, first + step)
+        parts.append(_improve_rows(found.rows(first, first + step), weight[rows], damped, descent))
+    codes, scales, zeros = (torch.cat(part) for part in zip(*((p.codes, p.scales, p.zeros) for p in parts), strict=True))
+    return GridValues(found.grid, codes, scales, zeros)
+
+
+def _improve_rows(found: GridValues, weight: torch.Tensor, damped: torch.Tensor, descent: Descent) -> GridValues:
     groups, zero = IntegerGroups.of(found), found.grid.middle if found.grid.symmetric else 0
     levels = np.ascontiguousarray(found.codes.numpy().T.astype(F) - F(zero))
     wanted = np.ascontiguousarray(weight.numpy().T)
-    Descent(threads).descend(wanted, damped.numpy(), levels, groups, PASSES)
+    descent.descend(wanted, damped.numpy(), levels, groups, PASSES)
     codes = torch.from_numpy(np.ascontiguousarray((levels + F(zero)).astype(np.uint8).T))
     zeros = found.zeros if found.grid.symmetric else torch.from_numpy(np.ascontiguousarray(groups.zeros.T))
     return GridValues(found.grid, codes, torch.from_numpy(np.ascontiguousarray(groups.steps.T)), zeros)
