@@ -75,7 +75,7 @@ CALIBRATION = {
     f"quant/{name}.py"
     for name in (
         *("activations", "awq", "calibrated", "capture", "gptq", "integer_descent", "integer_grid", "module_solver", "pipeline"),
-        *("divergence", "grid_gptq", "smoothing", "statistics", "walk"),
+        *("divergence", "error_sums", "grid_gptq", "head", "smoothing", "statistics", "walk"),
     )
 }
 

@@ -74,10 +74,10 @@ def carry_out_calibrated(request: Calibrated) -> None:
     try:
         results = solve(plan, work, _Layers())
         with console.progress(f"Writing {output}", plan.nbytes) as bar:
-            nbytes = write_result(plan, results, output, force=request.force, progress=bar.update_to)
+            written = write_result(plan, results, output, force=request.force, progress=bar.update_to)
         if request.save_imatrix is not None:
             save_importances(plan, results, request.save_imatrix)
-        _show_result(request, plan, results, output, nbytes, started)
+        _show_result(request, plan, results, output, written, started)
     except BaseException:
         work.close()
         raise
@@ -216,11 +216,11 @@ def _show_plan(request: Calibrated, plan: CalibratedPlan, output: Path) -> None:
 
 
 def _show_result(
-    request: Calibrated, plan: CalibratedPlan, results: Results, output: Path, nbytes: int, started: float
+    request: Calibrated, plan: CalibratedPlan, results: Results, output: Path, written: Any, started: float
 ) -> None:
     from llmctl.quant.calibrated_report import document, summary_rows
 
-    found = document(plan, results, output, nbytes, dict(request.facts))
+    found = document(plan, results, output, written, dict(request.facts))
     found["check"] = _checked(request, plan, output)
     found["seconds"] = round(time.perf_counter() - started, 2)
     headers, rows = summary_rows(found)
@@ -230,7 +230,7 @@ def _show_result(
         if module.get("fallback"):
             console.warn(f"{module['name']}: {module['fallback']}")
     bits = found["totals"]["bits_per_weight"]
-    console.info(f"{console.format_bytes(nbytes)}, {bits:.2f} bits per weight, {found['seconds']:.1f} s")
+    console.info(f"{console.format_bytes(written[0])}, {bits:.2f} bits per weight, {found['seconds']:.1f} s")
     _save_report(request, found)
     if request.json:
         console.print_json(found)

@@ -13,7 +13,7 @@ import torch
 from llmctl.errors import FormatError, LlmctlError, UnsupportedError, UsageError
 from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.quant.calibration import Calibration, read_calibration
-from llmctl.quant.convert import Plan, make_plan, write
+from llmctl.quant.convert import Plan, Written, make_plan, write
 from llmctl.quant.demand import demand_of, fitting_memory
 from llmctl.quant.fitting import Budget, Fitted, aimed_numbers, fit
 from llmctl.quant.head import head_module
@@ -300,15 +300,35 @@ def _check_coverage(plan: CalibratedPlan, results: Results) -> None:
 
 def write_result(
     plan: CalibratedPlan, results: Results, output: Path, *, force: bool, progress: Callable[[int, int], None] | None = None
-) -> int:
-    """Write file or folder; bytes of all that was written."""
+) -> tuple[int, list[dict[str, Any]]]:
+    """Write file or folder: bytes of all that was written, and what was rounded to nearest on the way, as an embedding."""
     if plan.folder is not None:
         targets: Any = plan.targets
         packed = plan_quantized(plan.folder, LAYOUTS[plan.request.form], targets, results)
-        return write_packed(packed, output, force=force, progress=progress)
+        return write_packed(packed, output, force=force, progress=progress), []
     assert isinstance(plan.output_plan, Plan)
     formats: dict[str, Format] = dict(plan.targets)  # type: ignore[arg-type]
-    return write(with_results(plan.output_plan, plan.weights, results, formats), output, progress=progress).file_bytes
+    solved = with_results(plan.output_plan, plan.weights, results, formats)
+    written = write(solved, output, measure=True, progress=progress)
+    return written.file_bytes, list(_rounded_on_the_way(plan, written))
+
+
+def _rounded_on_the_way(plan: CalibratedPlan, written: Written) -> Iterator[dict[str, Any]]:
+    """For the report: tensors that are no targets, but of a type that rounds."""
+    to_hf, to_gguf = plan.weights.family.gguf_names.to_hf, plan.weights.family.gguf_names.to_gguf
+    solved = {to_gguf(f"{module}.weight") for module in plan.targets}
+    for tensor, rounded in written.rounded:
+        if tensor.format.is_plain or tensor.source.name in solved:
+            continue
+        yield {
+            "name": (to_hf(tensor.source.name) or tensor.source.name).removesuffix(".weight"),
+            "shape": list(tensor.source.shape),
+            "type": tensor.format.name,
+            "bits_per_weight": tensor.format.bits_per_weight,
+            "relative_rms_error": rounded.relative_error,
+            "tokens": 0,
+            "method": "rtn",
+        }
 
 
 def importances(plan: CalibratedPlan, results: Results) -> Importances:

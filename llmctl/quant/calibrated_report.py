@@ -12,7 +12,7 @@ from llmctl.quant.calibrated import CalibratedPlan
 from llmctl.quant.convert import Plan
 from llmctl.quant.module_solver import target_bits, target_name
 from llmctl.quant.packed_folder import PackedPlan
-from llmctl.quant.results import Results
+from llmctl.quant.results import HEAD_LAYER, Results
 from llmctl.runtime.machine import peak_memory
 
 _LAYER = re.compile(r"^model\.layers\.\d+\.")
@@ -110,11 +110,13 @@ def _bits_per_weight(plan: CalibratedPlan) -> float:
 
 
 def document(
-    plan: CalibratedPlan, results: Results, output: Path, nbytes: int, facts: dict[str, Any]
+    plan: CalibratedPlan, results: Results, output: Path, written: tuple[int, list[dict[str, Any]]], facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a run did, as a JSON object."""
+    """What a run did, as a JSON object. written: of `write_result`."""
     layers = [results.facts(index) for index in range(plan.weights.config.num_layers)]
-    modules = [{"name": name, **found} for layer in layers for name, found in layer["modules"].items()]
+    parts = [*layers, *([results.facts(HEAD_LAYER)] if plan.job.head_format is not None else [])]
+    modules = [{"name": name, **found} for part in parts for name, found in part["modules"].items()]
+    nbytes, modules = written[0], modules + written[1]
     return {
         **facts,
         "dry_run": False,

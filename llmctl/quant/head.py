@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
 from llmctl.kernels.encode import Encoder
 from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import Format
+from llmctl.quant.error_sums import ErrorSums
 from llmctl.quant.grid_gptq import PASSES, Solver, prepare, solve_prepared
 from llmctl.quant.statistics import Statistics
 from llmctl.quant.walk import Walk
@@ -68,3 +70,13 @@ def head_rows(weights: ModelWeights, step: int = 1) -> Iterator[np.ndarray]:
     count = table.shape[0]
     for start in range(0, count, _ROWS * step):
         yield np.array(dequantize(take_rows(table, slice(start, min(start + _ROWS * step, count), step))), np.float32)
+
+
+def head_errors(weights: ModelWeights, found: QuantTensor, products: torch.Tensor) -> dict[str, float | None]:
+    """What became of the head, for the report: see `ErrorSums.facts`. products: float32 [K, K], E[x xᵀ]."""
+    sums, first = ErrorSums(), 0
+    for rows in head_rows(weights):
+        part = QuantTensor(found.format, rows.shape, found.blocks[first : first + len(rows)])
+        sums.add(torch.from_numpy(rows), torch.from_numpy(dequantize(part)), products)
+        first += len(rows)
+    return sums.facts()

@@ -7,7 +7,6 @@ is what is kept, and the report says so.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import log10, sqrt
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from llmctl.kernels.formats.codecs import dequantize
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import Format
 from llmctl.quant import gptq, grid_gptq
+from llmctl.quant.error_sums import ErrorSums
 from llmctl.quant.integer_descent import improve
 from llmctl.quant.integer_grid import GridValues, IntegerGrid, Search, round_to_grid, round_whole_tensor
 from llmctl.quant.statistics import Statistics
@@ -200,20 +200,15 @@ def _describe(
     values = one.values
     if not bool(torch.isfinite(values).all()):
         raise FormatError("the quantized values are not finite")
-    error = float(torch.linalg.vector_norm(values - weight))
-    size = float(torch.linalg.vector_norm(weight))
+    sums = ErrorSums()
+    sums.add(weight, values, hessian)
     facts = {
         "shape": list(weight.shape),
         "type": target_name(target),
         "bits_per_weight": target_bits(target, weight.shape[1]),
-        "relative_rms_error": error / size if size else 0.0,
         "tokens": statistics.count if statistics is not None else 0,
+        **sums.facts(),
     }
-    if hessian is not None:
-        loss = float(gptq.loss(weight, values, hessian).sum())
-        energy = float(gptq.loss(weight, torch.zeros_like(weight), hessian).sum())
-        facts |= {"loss": loss, "output_error": sqrt(max(loss, 0.0) / energy) if energy > 0 else 0.0}
-        facts["sqnr_db"] = 10 * log10(energy / loss) if loss > 0 and energy > 0 else None
     one.facts = facts | one.facts
 
 

@@ -19,7 +19,7 @@ from llmctl.errors import LlmctlError
 from llmctl.kernels.formats.quant_tensor import QuantTensor
 from llmctl.kernels.formats.spec import FORMATS, Format
 from llmctl.quant.capture import CaptureOps
-from llmctl.quant.head import head_module, head_statistics, round_head, solve_head
+from llmctl.quant.head import head_errors, head_module, head_statistics, round_head, solve_head
 from llmctl.quant.integer_grid import GridValues
 from llmctl.quant.module_solver import Method, Solved, Target, codes_of, round_module, solve_group
 from llmctl.quant.results import HEAD_LAYER, Results
@@ -110,13 +110,21 @@ def _solve_head(job: Job, walk: Walk | None, work: WorkFolder, form: Format) -> 
     assert walk is not None, "heads are solved for methods that see text"
     started, name = time.perf_counter(), head_module(job.weights.config)
     statistics = head_statistics(walk)
-    statistics.given = _given(job, [name])
+    statistics.given, products = _given(job, [name]), statistics.products
+    assert products is not None
     arrays = {f"{name}/squares": statistics.squares.numpy(), f"{name}/count": np.array([statistics.count])}
     if job.method.name == "gptq":
         solved = solve_head(job.weights, statistics, form, job.method.damping, job.threads)
     else:
         solved = round_head(job.weights, statistics, form, job.threads)
-    facts = {"type": form.name, "method": job.method.name, "tokens": statistics.count, "shape": list(solved.shape)}
+    facts = {
+        "shape": list(solved.shape),
+        "type": form.name,
+        "bits_per_weight": form.bits_per_weight,
+        "tokens": statistics.count,
+        **head_errors(job.weights, solved, products),
+        "method": job.method.name,
+    }
     work.save(
         HEAD_LAYER,
         {**arrays, f"{name}/blocks": solved.blocks},
