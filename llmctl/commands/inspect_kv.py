@@ -90,7 +90,25 @@ def inspect_kv(
     ] = None,
     needles: Annotated[
         int, typer.Option("--needles", min=0, max=100, help="What-if: numbers hidden in the text, to see which caches find them.")
-    ] = 3,
+    ] = 2,
+    kv_policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kv-policy",
+            metavar="sliding|sinks|snapkv|full",
+            help="What-if: ways to drop tokens; a list or repeatable, full for none.",
+            show_default="all",
+        ),
+    ] = None,
+    kv_budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kv-budget",
+            metavar="SHARE",
+            help="What-if: how much of the text they keep; a list or repeatable.",
+            show_default="0.25",
+        ),
+    ] = None,
     max_memory: Annotated[
         str | None,
         typer.Option("--max-memory", metavar="SIZE", help="What-if: recommend what fits into 2G.", show_default=False),
@@ -143,6 +161,8 @@ def inspect_kv(
         has_types=kv_type is not None,
         new_tokens=max_tokens,
         needles=needles,
+        policies=_policies(kv_policy),
+        shares=_shares(kv_budget),
         within=size_in_bytes(max_memory, "--max-memory"),
     )
     _check_output(output, look, force=force)
@@ -169,6 +189,31 @@ def _views(options: list[str] | None, *, has_text: bool, wants_advice: bool) -> 
     if not has_text and (needing := [name for name in VIEWS[1:] if name in chosen]):
         raise UsageError(f"the {needing[0]} view needs a text: a prompt, --file or --session")
     return tuple(name for name in VIEWS if name in chosen)
+
+
+def _policies(options: list[str] | None) -> list[str]:
+    """The policies to try that drop something. Errors: UsageError."""
+    from llmctl.runtime.cache.policy import POLICIES
+
+    asked = [name.strip().lower() for option in options or POLICIES for name in option.split(",")]
+    unknown = next((name for name in asked if name not in POLICIES), None)
+    if unknown is not None:
+        raise UsageError(f"--kv-policy {unknown}: expected {', '.join(POLICIES)}")
+    return [name for name in dict.fromkeys(asked) if name != "full"]
+
+
+def _shares(options: list[str] | None) -> list[float]:
+    """Shares of a text. Errors: UsageError."""
+    found = []
+    for part in (part.strip() for option in options or ["0.25"] for part in option.split(",")):
+        try:
+            share = float(part)
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise UsageError(f"--kv-budget {part}: expected a share of the text, above 0 and at most 1")
+        found.append(share)
+    return list(dict.fromkeys(found))
 
 
 def _check_output(output: Path | None, look: Look, *, force: bool) -> None:

@@ -23,6 +23,7 @@ _STYLE = """
 .maps{display:flex;flex-wrap:wrap;gap:1em}figure{margin:.5em 0}figcaption{color:var(--soft)}
 .text{white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid var(--line);padding:.8em;max-height:40em;overflow-y:auto}
 mark{color:inherit;border-radius:2px;background:rgba(255,150,0,calc(var(--s)*.09))}mark.top{outline:1px solid var(--odd)}
+del{color:var(--soft);opacity:.75}
 .pages{display:flex;flex-wrap:wrap;gap:2px;margin:.4em 0}.pages i{width:10px;height:14px;border:1px solid var(--bar);
 background:linear-gradient(to top,var(--bar) var(--f),transparent var(--f))}
 .pages i.shared{border-color:var(--odd);background:var(--odd)}
@@ -154,7 +155,7 @@ def console_safe(piece: str) -> str:
 
 
 def _what_if(document: dict[str, Any]) -> Iterator[str]:
-    from llmctl.commands.kv_what_if import advice, outcome_table
+    from llmctl.commands.kv_what_if import advice, cache_name, outcome_table
     from llmctl.quant.html_page import table
 
     found = document["what_if"]
@@ -164,6 +165,22 @@ def _what_if(document: dict[str, Any]) -> Iterator[str]:
     caption = "Smaller caches, and how far the predictions move (KL in nats)"
     yield table(_lower(headers), rows, caption=caption, numbers=range(1, len(headers)), best=found["recommended"])
     yield f"<p>{escape(advice(found))}</p>"
+    for outcome in found["outcomes"]:
+        if outcome["dropped"] is not None:
+            yield f"<h3>What {escape(cache_name(outcome))} drops</h3>"
+            yield _dropped_text(document["text"]["pieces"], outcome["dropped"])
+
+
+def _dropped_text(pieces: list[str], dropped: Sequence[float]) -> str:
+    """The text, struck out where half of the heads or more have dropped it."""
+    from itertools import groupby
+
+    from llmctl.commands.kv_what_if import DROPPED
+
+    runs = groupby(zip(pieces, dropped, strict=True), lambda each: each[1] >= DROPPED)
+    parts = ((gone, escape(console_safe("".join(piece for piece, _ in run)))) for gone, run in runs)
+    text = "".join(f"<del>{part}</del>" if gone else part for gone, part in parts)
+    return f"<div class='text' tabindex='0' role='region' aria-label='The text, dropped tokens struck out'>{text}</div>"
 
 
 def _ramp() -> str:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from llmctl.commands.kv_text import InspectedText
     from llmctl.commands.session import Request, Session
     from llmctl.runtime.inspection.attention import AttentionSurvey
-    from llmctl.runtime.inspection.what_if import Needle
+    from llmctl.runtime.inspection.what_if import Choice, Needle
     from llmctl.runtime.loading import LoadedModel
 
 VIEWS = ("plan", "live", "attention", "what-if")
@@ -23,7 +23,8 @@ DEFAULT_ANSWER = 32
 @dataclass(frozen=True)
 class Look:
     """What is to be looked at. contexts, batches, types: of the plan. has_types: they were asked for. new_tokens: generated
-    before the live view and compared in the what-if view, None for what is usual. within: bytes."""
+    before the live view and compared in the what-if view, None for what is usual. policies, shares: what is tried of dropping
+    tokens, and how much of the text is kept. within: bytes."""
 
     views: tuple[str, ...]
     contexts: list[int]
@@ -32,6 +33,8 @@ class Look:
     has_types: bool
     new_tokens: int | None
     needles: int
+    policies: list[str]
+    shares: list[float]
     within: int | None
 
 
@@ -111,10 +114,23 @@ def _what_if(session: Session, model: LoadedModel, look: Look, text: InspectedTe
         max(look.batches),
         look.within,
     )
-    choices = [Choice(kv_type) for kv_type in fitting_types(model, look.types)]
+    types = fitting_types(model, look.types)
+    choices = [*map(Choice, types), *_policies(look, text, types[0] if look.has_types and types else model.kv_type)]
     with unrounded(model), console.progress("Trying other caches", unit="run") as bar:
         found = what_if(model, question, choices, bar.update_to)
     return what_if_document(question, found, pieces(model, found.answer))
+
+
+def _policies(look: Look, text: InspectedText, kv_type: str) -> list[Choice]:
+    """The policies to try, but for those that would drop nothing, which is said."""
+    from llmctl.runtime.inspection.what_if import Choice
+
+    choices = [Choice(kv_type, kind, share) for kind in look.policies for share in look.shares]
+    idle = [choice.kind for choice in choices if not choice.drops(len(text.token_ids))]
+    if idle:
+        named = ", ".join(dict.fromkeys(idle))
+        console.info(f"Of {len(text.token_ids)} tokens {named} would drop none, with one budget or another")
+    return [choice for choice in choices if choice.drops(len(text.token_ids))]
 
 
 def _fitting(found: list[Needle], context: int) -> list[Needle]:
@@ -161,7 +177,7 @@ def _show(document: dict[str, Any], look: Look) -> None:
         "plan": lambda: print_plan(document),
         "live": lambda: print_live(document["live"], document["live"]["texts"]),
         "attention": lambda: print_attention(document["attention"], document["text"]["pieces"]),
-        "what-if": lambda: print_what_if(document["what_if"]),
+        "what-if": lambda: print_what_if(document["what_if"], document["text"]["pieces"]),
     }
     for number, name in enumerate(look.views):
         if number:

@@ -184,18 +184,51 @@ def test_colour_only_where_it_may_be(tiny, llmctl_script):
 
 def test_other_caches_are_compared_with_the_full_one(inspect):
     found = inspect("-p", PROMPT, "--view", "what-if", "-n", "6", "--needles", "2", "-c", "256", "--batch", "3")["what_if"]
-    outcomes = {each["kv_type"]: each for each in found["outcomes"]}
+    outcomes = {each["kv_type"]: each for each in found["outcomes"] if each["kv_policy"] == "full"}
     assert set(outcomes) == {"f32", "f16", "bf16", "fp8", "q8_0", "q5_1", "q4_0"}
     assert (outcomes["f32"]["kl"], outcomes["f32"]["same_top"]) == (0, 1)
     assert outcomes["f16"]["kl"] < outcomes["q4_0"]["kl"]
     assert outcomes["f16"]["bytes"] * 2 == outcomes["f32"]["bytes"]
+    assert all(outcome["dropped"] is None for outcome in outcomes.values())
     assert outcomes["f16"]["context_bytes"] * 2 == outcomes["f32"]["context_bytes"]
     assert (found["context"], found["sequences"], len(found["needle_depths"])) == (256, 3, 2)
     assert all(len(each["needles_found"]) == 2 for each in found["outcomes"])
 
 
+def test_policies_drop_what_they_say(inspect):
+    arguments = ("-p", PROMPT * 3, "--view", "what-if", "-n", "4", "--needles", "0", "--kv-type", "f32", "--kv-budget", "0.25,0.5")
+    document = inspect(*arguments)
+    length = document["text"]["num_tokens"]
+    full, *others = document["what_if"]["outcomes"]
+    assert [(each["kv_policy"], each["budget_share"]) for each in others] == [
+        (kind, share) for kind in ("sliding", "sinks", "snapkv") for share in (0.25, 0.5)
+    ]
+    for each in others:
+        budget = -(-length * each["budget_share"] // 1)
+        assert each["budget_tokens"] == budget
+        assert each["bytes"] < full["bytes"]
+        assert each["kl"] > full["kl"] == 0
+        assert len(each["dropped"]) == length
+        kept = length - sum(each["dropped"])
+        assert kept == pytest.approx(budget, abs=6)  # the answer's tokens move a window on
+    sliding, sinks, snapkv = (next(each for each in others if each["kv_policy"] == kind) for kind in ("sliding", "sinks", "snapkv"))
+    assert set(sliding["dropped"][: length // 2]) == {1}
+    assert set(sinks["dropped"][:4]) == {0}
+    assert 0 < sum(share not in (0, 1) for share in snapkv["dropped"])  # heads choose for themselves
+    assert set(snapkv["dropped"][-30:]) == {0}
+
+
+def test_a_policy_that_drops_nothing_is_named(call, tiny):
+    done = call("inspect-kv", tiny, "-p", PROMPT[:20], "--no-chat", "--view", "what-if", "-n", "1", "--needles", "0")
+    assert done.code == 0
+    assert "Of 20 tokens snapkv would drop none" in done.err
+    assert "sliding 25%" in done.out
+    assert "snapkv" not in done.out
+    assert "[-" in done.out
+
+
 def test_needles_that_have_no_room_are_named(call, tiny):
-    options = ("--no-chat", "--view", "what-if", "-n", "1", "--needles", "2", "--kv-type", "f16")
+    options = ("--no-chat", "--view", "what-if", "-n", "1", "--needles", "2", "--kv-type", "f16", "--kv-policy", "full")
     done = call("inspect-kv", tiny, "-p", "x" * 470, *options)
     assert done.code == 0
     assert "the needles are left out" in done.err
@@ -205,7 +238,7 @@ def test_needles_that_have_no_room_are_named(call, tiny):
 def test_what_is_recommended_fits(inspect):
     arguments = ("-p", PROMPT, "--needles", "0", "-n", "4")
     free = inspect(*arguments, "--view", "what-if")["what_if"]
-    sizes = {each["kv_type"]: each["context_bytes"] for each in free["outcomes"]}
+    sizes = {each["kv_type"]: each["context_bytes"] for each in free["outcomes"] if each["kv_policy"] == "full"}
     for limit in (sizes["f32"], sizes["f16"], sizes["q8_0"]):
         found = inspect(*arguments, "--max-memory", str(limit))["what_if"]
         best = found["outcomes"][found["recommended"]]
@@ -288,6 +321,7 @@ def test_the_page_says_all_of_it(report):
         assert heading in page.texts
     assert PROMPT + " <b>&" in words
     assert "Recommended" in words or "None has a KL" in words
+    assert len(page.all("del")) >= 3  # what each policy drops
     assert len(page.all("svg")) == 5  # peaks of keys and values; sinks, recent, spread
 
 
@@ -335,6 +369,8 @@ def test_a_report_takes_no_other_files_place(call, tiny, tmp_path):
         (["--session", "missing"], 1, "No such file"),
         (["-p", "x", "--kv-type", "k=f16"], 2, "there is no such cache type"),
         (["-p", "x", "-o", "no/x.html"], 1, "does not exist"),
+        (["-p", "x", "--kv-policy", "some"], 2, "expected full, sliding, sinks, snapkv"),
+        (["-p", "x", "--kv-budget", "300"], 2, "expected a share of the text"),
     ],
 )
 def test_refusals(call, tiny, tmp_path, monkeypatch, arguments, code, words):

@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmctl.kernels.kv_types import KV_TYPES
-from llmctl.runtime.cache.memory import Demand, bytes_per_token, plan_cache
+from llmctl.runtime.cache.kept import KeptTokens
+from llmctl.runtime.cache.memory import Demand, LayerShape, bytes_per_token, plan_cache
+from llmctl.runtime.cache.policy import FULL, KvPolicy, PolicyKind
 from llmctl.runtime.engine import Engine
 from llmctl.runtime.engine.model_runner import LogitsReader
 from llmctl.runtime.evaluate import score_place
@@ -39,24 +41,42 @@ class Needle:
 
 @dataclass(frozen=True)
 class Choice:
-    """A cache to try."""
+    """A cache to try: a type, and for a policy that drops tokens the share of the text's tokens that it keeps."""
 
     kv_type: str
+    kind: PolicyKind = "full"
+    share: float = 1.0
+
+    def policy(self, num_tokens: int) -> KvPolicy:
+        """The policy for a text of so many tokens: all kinds keep as many of them."""
+        if self.kind == "full":
+            return FULL
+        shared = KvPolicy(self.kind, self.share)
+        return replace(shared, budget=shared.tokens(num_tokens))
+
+    def drops(self, num_tokens: int) -> bool:
+        """Whether it would drop anything of such a text."""
+        return self.policy(num_tokens).tokens(num_tokens) < num_tokens
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a cache does to the text. nbytes: of the pages of the text and its answer. context_bytes: of those of all sequences of
-    the context asked for. kl: mean and largest, nats; same_top: share of the places where the likeliest token is that of the full
-    cache; found: needle by needle whether the answer was there."""
+    """What a cache does to the text. nbytes: of the tokens it keeps of the text and its answer. context_bytes: of the pages that
+    an engine allocates for all sequences of the context asked for; a policy that computes prompts in full needs those. kl: mean
+    and largest, nats; same_top: share of the places where the likeliest token is that of the full cache; found: needle by needle
+    whether the answer was there. budget: tokens kept, None for all. dropped [T]: for each token of the text the share of the
+    heads that have dropped it, of the layers without a window of their own; None where none is dropped.
+    """
 
     choice: Choice
+    budget: int | None
     nbytes: int
     context_bytes: int
     kl: float
     kl_max: float
     same_top: float
     found: list[bool]
+    dropped: np.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -106,8 +126,9 @@ def what_if(
         if progress is not None:
             progress(done, total)
 
-    answer = _greedy(_with(model, EXACT), question.token_ids, question.num_tokens)
-    exact = np.concatenate(_rows(_with(model, EXACT), question.token_ids, answer))
+    full = replace(model, kv_type=EXACT, kv_policy=FULL)
+    answer = _greedy(full, question.token_ids, question.num_tokens)
+    exact = _run(full, question.token_ids, answer)[0]
     step()
     outcomes = [_outcome(model, question, choice, answer, exact, step) for choice in choices]
     depths = [needle.depth for needle in question.needles]
@@ -147,41 +168,58 @@ def recommend(outcomes: Sequence[Outcome], within: int | None) -> int | None:
 def _outcome(
     model: LoadedModel, question: Question, choice: Choice, answer: list[int], exact: np.ndarray, step: Callable[[], None]
 ) -> Outcome:
-    tried = _with(model, choice.kv_type)
-    rows = np.concatenate(_rows(tried, question.token_ids, answer))
+    length, whole = len(question.token_ids), len(question.token_ids) + len(answer)
+    tried = _with(model, choice, length)
+    rows, kept = _run(tried, question.token_ids, answer)
     step()
     places = zip(rows, exact, [*answer[1:], answer[-1]], strict=True)
     scores = [score_place((row, other), target) for row, other, target in places]
     found = []
     for needle in question.needles:
-        found.append(_finds(tried, needle))
+        found.append(_finds(_with(model, choice, len(needle.token_ids)), needle))
         step()
-    length = len(question.token_ids) + len(answer)
     return Outcome(
         choice,
-        _bytes(model, choice, length, 1),
-        _bytes(model, choice, question.context or length, question.sequences),
+        tried.kv_policy.budget,
+        kept.nbytes,
+        _allocated(_with(model, choice, question.context or whole), question.context or whole, question.sequences),
         float(np.mean([score.kl for score in scores])),
         float(max(score.kl for score in scores)),
         float(np.mean([score.same_top for score in scores])),
         found,
+        None if choice.kind == "full" else _dropped(kept, model.config.kv_layers(), length),
     )
 
 
-def _with(model: LoadedModel, kv_type: str) -> LoadedModel:
-    """The same weights over another cache."""
-    return replace(model, kv_type=kv_type)
+def _with(model: LoadedModel, choice: Choice, num_tokens: int) -> LoadedModel:
+    """The same weights over another cache, for a text of so many tokens."""
+    return replace(model, kv_type=choice.kv_type, kv_policy=choice.policy(num_tokens))
 
 
-def _bytes(model: LoadedModel, choice: Choice, context: int, sequences: int) -> int:
-    return plan_cache(model.config.kv_layers(), choice.kv_type, Demand(context, sequences)).nbytes or 0
+def _allocated(model: LoadedModel, context: int, sequences: int) -> int:
+    return plan_cache(model.kv_layers(context), model.kv_type, Demand(context, sequences)).nbytes or 0
 
 
-def _rows(model: LoadedModel, token_ids: list[int], answer: list[int]) -> list[np.ndarray]:
-    """Logits [n, num_tokens] after every token of the answer, each computed by itself, as in a run."""
+def _dropped(kept: KeptTokens, layers: Sequence[LayerShape], length: int) -> np.ndarray:
+    """The share of heads that have no more of each of a text's first `length` tokens."""
+    heads, missing = 0, np.zeros(length)
+    for layer, shape in enumerate(layers):
+        if shape.sliding_window is None:
+            for positions in kept.positions(layer):
+                has = np.zeros(length, bool)
+                has[positions[positions < length]] = True
+                missing += ~has
+                heads += 1
+    return missing / max(1, heads)
+
+
+def _run(model: LoadedModel, token_ids: list[int], answer: list[int]) -> tuple[np.ndarray, KeptTokens]:
+    """Logits [n, num_tokens] after every token of the answer, each computed by itself, as in a run; what is then kept."""
     reader = LogitsReader(model, len(token_ids) + len(answer))
     rows = reader.rows([*token_ids, *answer], len(token_ids), 1)
-    return [np.array(part[:, : model.num_tokens]) for part in rows]
+    logits = np.concatenate([np.array(part[:, : model.num_tokens]) for part in rows])
+    assert reader.kept is not None
+    return logits, reader.kept
 
 
 def _greedy(model: LoadedModel, token_ids: list[int], count: int) -> list[int]:
