@@ -28,7 +28,7 @@ COMMANDS = {
     "bench": Command("bench", "bench", "Measure prompt and generation speed."),
     "eval": Command("eval", "evaluate", "Measure how well a model predicts a text: perplexity, divergence from another."),
     "inspect": Command("inspect", "inspect", "Show what is in a checkpoint: metadata, tensors, sizes."),
-    "inspect-kv": Command("inspect_kv", "inspect_kv", "Show what the KV cache of a model costs."),
+    "inspect-kv": Command("inspect_kv", "inspect_kv", "Show what the KV cache of a model costs, and what is in it."),
     "verify": Command("verify", "verify", "Check a model file: structure, values, keys, hashes; compare two files."),
     "models": Command("models", "app", "Pull, list, show and remove models."),
     "completion": Command("completion", "completion", "Print the completion script of a shell."),

@@ -44,8 +44,8 @@ def width() -> int:
 
 
 def level(value: float) -> int:
-    """The shade of a value from 0 to 1; only zero (and what is no number) has none."""
-    return 0 if not value > 0 else max(1, min(LEVELS - 1, round(value * (LEVELS - 1))))
+    """The shade of a value from 0 to 1; what is no number has none."""
+    return min(LEVELS - 1, round(value * (LEVELS - 1))) if value > 0 else 0
 
 
 def show(lines: Sequence[Sequence[Piece]]) -> None:

@@ -142,7 +142,8 @@ def marked_text(text: list[str], shades: dict[int, int], brackets: tuple[str, st
             lines[-1].append((" … ", None))
         piece, shade = printable(text[position]), shades.get(position)
         if shade is not None:
-            piece = f"{left}{piece}{right}"
+            shown = piece.replace("\n", "⏎" if has_blocks() else "\\n")
+            piece = f"{left}{shown}{right}" + "\n" * piece.count("\n")
         *whole, tail = piece.split("\n")
         for part in whole:
             lines[-1].append((part, shade))

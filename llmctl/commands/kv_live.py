@@ -127,7 +127,7 @@ def _page_lines(table: list[dict[str, Any]], page_tokens: int) -> list[list[Piec
 
 
 def _fill(share: float) -> str:
-    return (" ▁▂▃▄▅▆▇█" if has_blocks() else " .:-=+*#@")[level(share)]
+    return (" ▁▂▃▄▅▆▇█" if has_blocks() else " .:-=+*#@")[max(1, level(share))]
 
 
 def _print_layers(live: dict[str, Any]) -> None:

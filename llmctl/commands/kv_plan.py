@@ -205,12 +205,10 @@ def formula(report: dict[str, Any]) -> str:
     """How the bytes come about."""
     parts = []
     for group in report["layers"]:
-        sides = "" if group["latent"] else "2 x "
-        tokens = f"{group['sliding_window']} tokens at most" if group["sliding_window"] else "tokens"
-        parts.append(f"{sides}{group['count']} x {group['num_kv_heads']} x {group['head_dim']} x {tokens}")
-    sides = "" if all(group["latent"] for group in report["layers"]) else "2 (keys and values) x "
-    names = f"{sides}layers x kv heads x head_dim x tokens"
-    return f"bytes = ({' + '.join(parts)}) x bytes of a number x sequences   [{names}]"
+        sides = "" if group["latent"] else f"2 sides x {group['num_kv_heads']} heads x "
+        tokens = f"up to {group['sliding_window']} tokens" if group["sliding_window"] else "tokens"
+        parts.append(f"{group['count']} layers x {sides}{group['head_dim']} numbers x {tokens}")
+    return f"bytes = ({' + '.join(parts)}) x bytes of a number x sequences"
 
 
 def memory_line(report: dict[str, Any]) -> str | None:

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 from llmctl.commands import console
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from llmctl.commands.kv_text import InspectedText
     from llmctl.commands.session import Request, Session
+    from llmctl.runtime.cache.memory import LayerShape
     from llmctl.runtime.inspection.attention import AttentionSurvey
     from llmctl.runtime.inspection.what_if import Choice, Needle
     from llmctl.runtime.loading import LoadedModel
@@ -115,16 +118,19 @@ def _what_if(session: Session, model: LoadedModel, look: Look, text: InspectedTe
         look.within,
     )
     types = fitting_types(model, look.types)
-    choices = [*map(Choice, types), *_policies(look, text, types[0] if look.has_types and types else model.kv_type)]
+    choices = [*map(Choice, types), *_policies(look, text, model.config.kv_layers(), model.kv_type)]
     with unrounded(model), console.progress("Trying other caches", unit="run") as bar:
         found = what_if(model, question, choices, bar.update_to)
     return what_if_document(question, found, pieces(model, found.answer))
 
 
-def _policies(look: Look, text: InspectedText, kv_type: str) -> list[Choice]:
+def _policies(look: Look, text: InspectedText, layers: Sequence[LayerShape], kv_type: str) -> list[Choice]:
     """The policies to try, but for those that would drop nothing, which is said."""
     from llmctl.runtime.inspection.what_if import Choice
 
+    if look.policies and all(layer.sliding_window is not None for layer in layers):
+        console.info("All layers have windows of their own: policies have nothing to drop")
+        return []
     choices = [Choice(kv_type, kind, share) for kind in look.policies for share in look.shares]
     idle = [choice.kind for choice in choices if not choice.drops(len(text.token_ids))]
     if idle:

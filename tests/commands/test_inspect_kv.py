@@ -125,7 +125,7 @@ def test_gpt3_175b_in_words(llmctl):
     assert done.returncode == 0
     row = done.stdout.splitlines()[-2].split()
     assert row[:-1] == ["f16", "2048", "32", "3.2", "GB", "309.2", "GB", "309.2", "GB"]
-    assert "bytes = (2 x 96 x 96 x 128 x tokens)" in done.stdout
+    assert "bytes = (96 layers x 2 sides x 96 heads x 128 numbers x tokens) x bytes of a number x sequences" in done.stdout
 
 
 def test_grouped_heads_take_a_quarter(report):
@@ -251,6 +251,7 @@ def stub_engine_bytes():
     from types import SimpleNamespace
 
     from llmctl.runtime.cache.memory import LayerShape
+    from llmctl.runtime.cache.policy import FULL
     from llmctl.runtime.engine import Engine
 
     def measure(context: int, windows: tuple[int | None, ...], batch: int) -> int:
@@ -260,11 +261,17 @@ def stub_engine_bytes():
             assert (kv_type, latent) == ("f32", 0)
             sizes.append(2 * 4 * blocks * block_size * num_kv_heads * head_dim)
 
-        config = SimpleNamespace(kv_layers=lambda: tuple(LayerShape(2, 32, window) for window in windows))
+        layers = tuple(LayerShape(2, 32, window) for window in windows)
         ops = SimpleNamespace(kv_pages=kv_pages, is_row_invariant=True, compile=lambda forward, frequencies: None)
         decoder = SimpleNamespace(tables=SimpleNamespace(ropes=()))
         model = SimpleNamespace(
-            context_length=context, max_cache_bytes=None, ops=ops, config=config, kv_type="f32", decoder=decoder
+            context_length=context,
+            max_cache_bytes=None,
+            ops=ops,
+            kv_layers=lambda context=None: layers,
+            kv_type="f32",
+            kv_policy=FULL,
+            decoder=decoder,
         )
         Engine(model, max_num_seqs=batch)
         return sum(sizes)
