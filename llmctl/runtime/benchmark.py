@@ -101,7 +101,8 @@ def run_test(
     """Time one test. seed: of the token ids. progress: called with the number of finished repetitions. speculation: what drafts
     the generated tokens, not used before.
 
-    The warm-up run, which is not counted, does the whole prompt and one token. Errors: ContextLengthError.
+    The warm-up run, which is not counted, does the whole prompt and one token. Errors: ContextLengthError, LlmctlError where the
+    model computes no numbers.
     """
     require_context(test, model.context_length)
     engine = Engine(model, prefill_chunk=PREFILL_CHUNK, prefix_cache=False, speculation=speculation)
@@ -140,8 +141,10 @@ def _time_once(engine: Engine, test: BenchTest, random: np.random.Generator) -> 
 
 
 def _run_until(engine: Engine, sequence: Sequence, num_tokens: int) -> None:
-    """Step until exactly so many tokens of the sequence have been computed."""
+    """Step until exactly so many tokens of the sequence have been computed. Errors: that of a token that cannot be chosen."""
     while sequence.num_computed < num_tokens:
         before = sequence.num_computed
-        engine.step(num_tokens - sequence.num_computed)
+        for output in engine.step(num_tokens - sequence.num_computed):
+            if output.error is not None:
+                raise output.error
         assert sequence.num_computed > before, "the engine does not get on"

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from llmctl.errors import ContextLengthError
+from llmctl.errors import ContextLengthError, LlmctlError
 from llmctl.runtime.benchmark import BenchResult, BenchTest, run_test
 
 MICROSECOND = 1000
@@ -102,6 +102,11 @@ def test_a_test_may_fill_the_context_and_not_more(clocked):
         assert len(run_test(bench.model, test, 1).samples_ns) == 1
     with pytest.raises(ContextLengthError, match=re.escape("pp60 @ d40 needs a context of 101 tokens, the model has 100")):
         run_test(clocked(context_length=100).model, BenchTest(60, 0, 40), 1)
+
+
+def test_a_model_that_computes_no_numbers_is_an_error(stub_model):
+    with pytest.raises(LlmctlError, match="not numbers"):
+        run_test(stub_model(lambda ids: np.full(32, np.nan)), BenchTest(2, 3), 1)
 
 
 def test_progress_counts_repetitions(clocked):

@@ -132,6 +132,13 @@ def test_a_layer_count_of_any_kind_is_an_error_of_one_line(rewritten: Changed, v
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [-1, 2.5, "three", [1, 2], ["a"]])
+def test_an_expert_count_of_any_kind_is_an_error_of_one_line(rewritten: Changed, value: Any) -> None:
+    """It is looked at before the family is known, of which it decides."""
+    with pytest.raises(FormatError, match=r"llama\.expert_count"):
+        open_model(rewritten(metadata={"llama.expert_count": value}))
+
+
 def test_a_gguf_file_is_not_said_to_have_a_config(rewritten: Changed) -> None:
     path = rewritten(metadata={"llama.attention.head_count_kv": 5})
     with pytest.raises(FormatError, match="6 query heads cannot share 5") as caught:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from math import prod
 
 from llmctl.runtime.models.weights import ModelWeights
 
@@ -38,7 +39,7 @@ def _share(name: str, weights: ModelWeights) -> Fraction:
     if layer and int(layer[1]) >= config.num_layers:
         return Fraction(0)  # a layer that guesses further tokens
     if name in _TABLES and not (name == _TABLES[0] and config.tie_word_embeddings):
-        return Fraction(1, weights.stored(name).shape[0])
+        return Fraction(1, max(1, prod(weights.stored(name).shape[:1])))  # whatever shape a broken file says
     if config.experts is not None and _EXPERT.search(name):
         return Fraction(config.experts.top_k, config.experts.num_experts)
     return Fraction(1)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from llmctl.errors import FormatError, UnsupportedError
+from llmctl.kernels.moe import Routing
 from llmctl.kernels.swiglu import ACTIVATIONS, GATED_ACTIVATIONS
 from llmctl.runtime.cache.memory import LayerShape
 from llmctl.runtime.checkpoint.text import quoted
@@ -45,6 +48,8 @@ class ExpertsConfig:
     of those together; None where there is none. shared_gate: its output is multiplied by the sigmoid of a product of its own.
     bias: on the router and on the experts' three matrices. correction_bias: name, below the layer, of the numbers added to the
     scores for the choice, or None. renormalize … scale: as in `Routing`.
+
+    FormatError for choices that cannot be made, such as more experts a token than there are.
     """
 
     num_experts: int
@@ -61,6 +66,26 @@ class ExpertsConfig:
     top_groups: int = 1
     group_by_top2: bool = False
     scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        try:
+            self.routing()
+        except FormatError as error:
+            raise FormatError(f"config.json: {error}") from error
+
+    def routing(self, bias: np.ndarray | None = None) -> Routing:
+        """How a token's experts are chosen. bias: the numbers of `correction_bias`, float32 [num_experts]."""
+        return Routing(
+            self.num_experts,
+            self.top_k,
+            renormalize=self.renormalize,
+            sigmoid=self.sigmoid,
+            bias=bias,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+            group_by_top2=self.group_by_top2,
+            scale=self.scale,
+        )
 
 
 @dataclass(frozen=True)

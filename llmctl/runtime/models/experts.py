@@ -45,17 +45,7 @@ def _routing(choices: ExpertsConfig, weights: ModelWeights, prefix: str) -> Rout
     bias = None
     if choices.correction_bias is not None:
         bias = np.array(dequantize(checked(weights, prefix + choices.correction_bias, (choices.num_experts,))), np.float32)
-    return Routing(
-        choices.num_experts,
-        choices.top_k,
-        renormalize=choices.renormalize,
-        sigmoid=choices.sigmoid,
-        bias=bias,
-        num_groups=choices.num_groups,
-        top_groups=choices.top_groups,
-        group_by_top2=choices.group_by_top2,
-        scale=choices.scale,
-    )
+    return choices.routing(bias)
 
 
 def _read_experts(ops: Ops, config: ModelConfig, choices: ExpertsConfig, weights: ModelWeights, prefix: str) -> Experts:

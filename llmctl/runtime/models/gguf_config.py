@@ -87,6 +87,12 @@ def config_from_gguf(
     return family.complete_gguf(config)
 
 
+def has_experts(metadata: Mapping[str, Any], arch: object) -> bool:
+    """Whether a file of this architecture says that it has experts, if only in a number that cannot be."""
+    value = metadata.get(f"{arch}.expert_count")
+    return value is not None and not _is_zero(value)
+
+
 def _value(metadata: Mapping[str, Any], hf: str, key: str, needed: bool) -> int | float | None:
     if hf in _REAL:
         return _number(metadata, key, needed)
@@ -111,8 +117,11 @@ def _number(metadata: Mapping[str, Any], key: str, needed: bool) -> Any:
 def _stated(metadata: Mapping[str, Any], key: str) -> int | float | bool | None:
     """A flag, or a number from zero on; None where there is none."""
     value = metadata.get(key)
-    is_zero = isinstance(value, (int, float)) and value == 0
-    return value if isinstance(value, bool) or is_zero else _number(metadata, key, needed=False)
+    return value if isinstance(value, bool) or _is_zero(value) else _number(metadata, key, needed=False)
+
+
+def _is_zero(value: object) -> bool:
+    return isinstance(value, (int, float)) and value == 0
 
 
 def _count(metadata: Mapping[str, Any], key: str, *, needed: bool = False, limit: int = MAX_COUNT) -> int | None:

@@ -30,7 +30,7 @@ from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.expert_parts import ExpertPart, folder_parts, gguf_parts
 from llmctl.runtime.models.family import Family
-from llmctl.runtime.models.gguf_config import FACTOR_TENSORS, config_from_gguf
+from llmctl.runtime.models.gguf_config import FACTOR_TENSORS, config_from_gguf, has_experts
 from llmctl.runtime.models.latent_parts import LatentPart, parts_of
 from llmctl.runtime.models.registry import family_by_gguf_arch, family_by_model_type
 
@@ -174,7 +174,7 @@ class ModelWeights:
 
     def _stored_part(self, part: LatentPart) -> StoredWeight:
         whole, elements = self.stored(part.whole), prod(part.shape)
-        nbytes, native = (size * elements // whole.num_elements for size in (whole.nbytes, whole.bytes_on_native))
+        nbytes, native = (size * elements // max(1, whole.num_elements) for size in (whole.nbytes, whole.bytes_on_native))
         kept = not part.turned or whole.form in _WEIGHT_FORMATS
         return StoredWeight(whole.form, part.shape, nbytes, native if kept else 4 * elements)
 
@@ -229,7 +229,7 @@ class _GgufSource:
         self.checkpoint = checkpoint
         names, metadata = checkpoint.names(), checkpoint.metadata
         stated = metadata.get("general.architecture")
-        self.family = family or family_by_gguf_arch(stated, sparse=metadata.get(f"{stated}.expert_count") not in (None, 0))
+        self.family = family or family_by_gguf_arch(stated, sparse=has_experts(metadata, stated))
         if family is not None:
             metadata = {str(key).replace(f"{stated}.", f"{family.gguf_arch}.", 1): metadata[key] for key in metadata}
         factors = {name: dequantize(checkpoint.read(name)) for name in FACTOR_TENSORS if name in names}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from make_tiny_model import make_tiny_model
+from safetensors.numpy import load_file, save_file
 
 from llmctl.runtime.checkpoint import open_checkpoint
 from llmctl.runtime.models.active import active_weights
@@ -30,3 +32,14 @@ def test_of_experts_only_the_chosen_ones_count(tmp_path: Path) -> None:
         one = 3 * config.hidden_size * experts.intermediate_size
         idle = (experts.num_experts - experts.top_k) * one * sum(layer.sparse for layer in config.layers)
         assert active_weights(weights).parameters == checkpoint.total_elements - idle
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.self_attn.kv_b_proj.weight"])
+@pytest.mark.parametrize("shape", [(0, 96), ()])
+def test_tensors_of_no_rows_count_for_nothing(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+    """inspect shows a broken file; what loads it says what is wrong."""
+    folder = make_tiny_model(tmp_path, "deepseek_v2")
+    tensors = {**load_file(folder / "model.safetensors"), name: np.zeros(shape, np.float32)}
+    save_file(tensors, folder / "model.safetensors")
+    with open_checkpoint(folder) as checkpoint:
+        assert active_weights(ModelWeights(checkpoint)).parameters > 0

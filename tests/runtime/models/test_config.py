@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from make_tiny_model import tiny_config
 
 from llmctl.errors import FormatError, UnsupportedError
 from llmctl.kernels.formats.spec import FORMATS
@@ -74,6 +75,22 @@ def test_no_value_is_used_unseen(key: str, value: Any) -> None:
 def test_gemma3_numbers_that_cannot_be(key: str, value: Any) -> None:
     with pytest.raises(FormatError, match=key):
         read(GEMMA3, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("mixtral", {"num_experts_per_tok": 7}, "7 experts a token cannot be chosen among 6"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "9 experts a token cannot be chosen among 8"),
+        ("deepseek_v3", {"n_group": 3}, "2 of 3 groups cannot be chosen among 8 experts"),
+        ("deepseek_v3", {"topk_group": 5}, "5 of 4 groups cannot be chosen"),
+        ("deepseek_v3", {"n_group": 8, "num_experts_per_tok": 2}, "groups of 1 experts have no two best"),
+    ],
+)
+def test_experts_that_cannot_be_chosen(family: str, change: dict[str, Any], message: str) -> None:
+    """Found in the config, so that the file is named and no weight is read first."""
+    with pytest.raises(FormatError, match=f"config.json: {message}"):
+        read({**tiny_config(family).to_dict(), **change})
 
 
 @pytest.mark.parametrize("value", [["llama"], 5, {"a": 1}, True])
