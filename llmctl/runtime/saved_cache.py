@@ -60,7 +60,7 @@ def save_cache(path: Path, engine: Engine, token_ids: list[int], model: str, ext
 
     layout = page_layout(engine.model)
     count, firsts, pages = engine.take_out(token_ids)
-    arrays = {f"layer.{i}": np.frombuffer(b"".join(each), np.uint8).reshape(len(each), -1) for i, each in enumerate(pages)}
+    arrays = {f"layer.{i}": _rows(each) for i, each in enumerate(pages)}
     arrays["token_ids"] = np.array(token_ids[:count], np.int32)
     metadata = {"kind": _KIND, "version": _VERSION, "model": model, "layout": layout, "firsts": json.dumps(firsts)}
     file = OutputFile(path)
@@ -70,6 +70,11 @@ def save_cache(path: Path, engine: Engine, token_ids: list[int], model: str, ext
     finally:
         file.abort()
     return count
+
+
+def _rows(pages: list[bytes]) -> np.ndarray:
+    """Pages of one layer, which may be none, as uint8 [pages, bytes of a page]."""
+    return np.frombuffer(b"".join(pages), np.uint8).reshape(len(pages), len(pages[0]) if pages else 0)
 
 
 def read_cache(path: Path) -> SavedCache:

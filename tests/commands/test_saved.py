@@ -144,6 +144,21 @@ def test_a_chat_that_is_loaded_goes_on_exactly(start, tmp_path, capsys):
     assert ahead.stats.prompt_tokens == again.stats.prompt_tokens
 
 
+@pytest.mark.parametrize("most_bytes", [None, 0])
+def test_inspect_kv_opens_a_saved_chat(start, call, scripted, tmp_path, capsys, most_bytes):
+    """With its cache, and as text where the cache was too large to keep."""
+    first = start()
+    for question in ("One?", "Two?", "Three?"):
+        first.reply_to(question)
+    count = save_chat(first, tmp_path / "chat", most_bytes=most_bytes)
+    capsys.readouterr()
+    live = document(call("inspect-kv", scripted, "--session", tmp_path / "chat", "--view", "live", "--json", "-q"))["live"]
+    text = "".join(live["texts"][0])
+    assert text.startswith("<|im_start|>user\nOne?<|im_end|>")
+    assert "Two?" in text
+    assert (live["found_tokens"] > 0) == (count > 0)
+
+
 def test_a_chat_of_other_kernels_is_loaded_without_its_cache(start, tmp_path, capsys):
     first = start()
     first.reply_to("One?")
