@@ -156,14 +156,18 @@ def _add_experts(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], 
 
 
 def _add_layer_types(config: dict[str, Any], metadata: Mapping[str, Any], arch: str) -> None:
-    """Which layers have a window, where the file says it layer by layer."""
-    key = f"{arch}.attention.sliding_window_pattern"
+    """Which layers have a window, where the file says it: layer by layer, or by a number n (every n-th has none; 0: all have)."""
+    key, layers = f"{arch}.attention.sliding_window_pattern", config["num_hidden_layers"]
     pattern = metadata.get(key)
-    if not isinstance(pattern, (list, np.ndarray)) or not config.get("sliding_window"):
-        return  # a number is the pattern of its architecture
+    if pattern is None or not config.get("sliding_window"):
+        return
+    if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 0:
+        pattern = [not pattern or (index + 1) % pattern != 0 for index in range(layers)]
     found = np.asarray(pattern)
-    if found.shape != (config["num_hidden_layers"],) or found.dtype.kind not in "bui":
-        raise FormatError(f"metadata key {key!r} must say of {config['num_hidden_layers']} layers whether they have a window")
+    if found.shape != (layers,) or found.dtype.kind not in "bui":
+        raise FormatError(
+            f"metadata key {key!r} must say of {layers} layers whether they have a window, or every how many one has none"
+        )
     config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in found]
 
 

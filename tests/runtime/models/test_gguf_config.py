@@ -123,6 +123,28 @@ def test_per_layer_values_that_are_alike_are_one_value() -> None:
     assert family.read_config(config_from_gguf(metadata, family, SHAPES, {})).num_kv_heads == 2
 
 
+@pytest.mark.parametrize(
+    ("pattern", "without"),
+    [(None, {5}), (3, {2, 5}), (1, set(range(7))), (0, set()), (2**40, set()), ([1, 0, 1, 1, 1, 1, 1], {1})],
+)
+def test_a_file_may_say_which_layers_have_a_window(pattern: Any, without: set[int]) -> None:
+    """llama.cpp takes a list, or a number n: every n-th layer sees everything, and 0 means that none does."""
+    family = family_by_model_type("gemma3_text")
+    metadata = metadata_from_config(family.read_config(GEMMA3), family)
+    if pattern is not None:
+        metadata["gemma3.attention.sliding_window_pattern"] = pattern
+    layers = family.read_config(config_from_gguf(metadata, family, SHAPES, {})).layers
+    assert {index for index, layer in enumerate(layers) if layer.sliding_window is None} == without
+
+
+@pytest.mark.parametrize("pattern", [-1, 0.5, True, "six", [1, 0], ["a"] * 7])
+def test_a_pattern_of_windows_that_cannot_be_is_named(pattern: Any) -> None:
+    family = family_by_model_type("gemma3_text")
+    metadata = metadata_from_config(family.read_config(GEMMA3), family)
+    with pytest.raises(FormatError, match=r"sliding_window_pattern.* 7 layers"):
+        config_from_gguf({**metadata, "gemma3.attention.sliding_window_pattern": pattern}, family, SHAPES, {})
+
+
 def test_heads_and_biases_are_told_by_the_tensors() -> None:
     family = family_by_model_type("llama")
     metadata = metadata_from_config(family.read_config(CONFIG), family)
