@@ -1,6 +1,6 @@
 """How much memory calibration takes, and how it is made to fit: fewer tokens at once, one thread collecting, activations on disk.
 
-The rule, in bytes, for float32 numbers. Through a layer there are: its matrices, and a quarter of that for their codes; what the
+The rule, in bytes, for float32 numbers. Through a layer there are: its matrices, a quarter of that for their codes, and half of it as pages of the file; what the
 program itself takes; and the activations between layers, unless they are spilled. While text runs, on top of that: for every
 input that is looked at a sum K × K (K channels) on every thread that collects, and what a batch has in flight on every thread.
 While matrices are solved: one sum for each input, one factor K × K of the largest, and the weights of the group of matrices that
@@ -89,6 +89,7 @@ def _needed(demand: Demand, plan: MemoryPlan) -> int:
         most = max(most, layer + plan.lanes * _sums(every) + running + demand.aimed)
     if demand.head:
         most = max(most, 2 * config.hidden_size**2 + demand.head // 4 + running)
+    most += layer // 2  # pages of the file, mapped, in two bytes a number
     if not plan.spill:
         most += demand.tokens * config.hidden_size
     return PROGRAM + 4 * most
