@@ -1,12 +1,12 @@
 """How much memory calibration takes, and how it is made to fit: fewer tokens at once, one thread collecting, activations on disk.
 
-The rule, in bytes, for float32 numbers. Through a layer there are: its matrices, a quarter of that for their codes, and half of it as pages of the file; what the
-program itself takes; and the activations between layers, unless they are spilled. While text runs, on top of that: for every
-input that is looked at a sum K × K (K channels) on every thread that collects, and what a batch has in flight on every thread.
-While matrices are solved: one sum for each input, one factor K × K of the largest, and the weights of the group of matrices that
-read it, twice. AWQ holds the sums of half a layer twice and the half itself three times, for its trials. A size to aim at
-takes the sums of a whole layer, the text at the entrance of each layer, and the head twice, for it compares logits. The
-embedding is read by rows and does not count; a head that is quantized counts by the bytes of its blocks.
+The rule, in bytes, for float32 numbers. Through a layer there are: its matrices, a quarter of that for their codes, and half of
+it as pages of the file; what the program itself takes; and the activations between layers, unless they are spilled. While text
+runs, on top of that: for every input that is looked at a sum K × K (K channels) on every thread that collects, and what a batch
+has in flight on every thread. While matrices are solved: one sum for each input, one factor K × K of the largest, and the weights
+of the group of matrices that read it, twice. AWQ holds the sums of half a layer twice and the half itself three times, for its
+trials. A size to aim at takes the sums of a whole layer, the text at the entrance of each layer, and the head twice, for it
+compares logits. The embedding is read by rows and does not count; a head that is quantized counts by the bytes of its blocks.
 """
 
 from __future__ import annotations
