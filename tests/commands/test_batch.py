@@ -217,6 +217,13 @@ def test_a_stopped_batch_is_gone_on_with(llmctl_script, llmctl, scripted, slow, 
     assert partial(out).read_bytes().startswith(before)
 
 
+def answered(line: bytes) -> dict:
+    """A line of answers, without how much of its prompt another line had left in the cache."""
+    row = json.loads(line)
+    del row["usage"]["cached_tokens"]
+    return row
+
+
 def test_what_is_gone_on_with_ends_as_if_it_had_not_been_stopped(call, scripted, batch, tmp_path):
     out, whole = tmp_path / "answers.jsonl", tmp_path / "whole.jsonl"
     assert call("run", scripted, "--batch", batch, "-o", whole, *RAW).code == 0
@@ -225,7 +232,7 @@ def test_what_is_gone_on_with_ends_as_if_it_had_not_been_stopped(call, scripted,
     done = call("run", scripted, "--batch", batch, "-o", out, *RAW)
     assert done.code == 0
     assert "Going on after 5 of 12 lines" in done.err
-    assert out.read_bytes() == whole.read_bytes()
+    assert [answered(line) for line in out.read_bytes().splitlines()] == [answered(line) for line in lines]
     partial(out).write_bytes(b"".join(lines))
     assert call("run", scripted, "--batch", batch, "-o", out, *RAW, "--force").code == 0
     assert out.read_bytes() == whole.read_bytes()

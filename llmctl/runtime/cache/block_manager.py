@@ -143,7 +143,7 @@ class BlockManager:
         """True if there are pages for a step that brings the sequence from `num_computed` to `num_tokens` tokens."""
         for pool, table, first, begin, end in self._each(pages, num_computed, num_tokens):
             given_back = sum(pool.is_sole(page) for page in table.before(first))
-            copied = self._is_shared(pool, table, begin)
+            copied = self._is_shared(pool, table, begin) and not pool.is_sole(table[begin // BLOCK_SIZE])
             if self.blocks_for(end) - len(table) + copied > pool.num_free + given_back:
                 return False
         return True
@@ -165,9 +165,9 @@ class BlockManager:
         for pool, table, first, begin, end in self._each(pages, num_computed, num_tokens):
             for page in table.drop_before(first):
                 pool.drop(page)
-            if self._is_shared(pool, table, begin):
-                self._copy_page(pool, table, begin // BLOCK_SIZE)
-            missing = self.blocks_for(end) - len(table)
+            missing, index = self.blocks_for(end) - len(table), begin // BLOCK_SIZE
+            if self._is_shared(pool, table, begin) and not pool.let_write(table[index], missing + 1):
+                self._copy_page(pool, table, index)
             assert missing <= pool.num_free, "grow() without can_grow()"
             table.extend(pool.take() for _ in range(missing))
 
@@ -244,6 +244,17 @@ class BlockManager:
                     pool.remember(table[index], node)
             pages.move_to(node, index + 1)
 
+    def remember_rest(self, pages: SequencePages, token_ids: list[int], num_computed: int) -> None:
+        """The same of its last page, which is not full: the sequence is about to be released and writes no more."""
+        index = pages.num_remembered
+        rest = tuple(token_ids[index * BLOCK_SIZE : num_computed])
+        if self.reuse_tokens != BLOCK_SIZE or pages.num_fixed or not 0 < len(rest) < BLOCK_SIZE:
+            return
+        node = pages.node.child(rest)
+        for pool, table in zip(self._pools, pages.tables, strict=True):
+            pool.remember(table[index], node)
+        node.prune()
+
     def find_prefix(self, pages: SequencePages, token_ids: list[int], *, beyond_windows: bool = False) -> int:
         """Take what is cached of a text for a sequence without pages; returns how many tokens that is, never all of them.
 
@@ -265,6 +276,19 @@ class BlockManager:
         if count:
             pages.move_to(nodes[count - 1], count)
         return count * BLOCK_SIZE
+
+    def find_rest(self, pages: SequencePages, token_ids: list[int]) -> int:
+        """After `find_prefix`: tokens more for which some page begins like the rest of the text; the sequence copies it before it
+        writes to it. Never all that is left."""
+        if self.reuse_tokens != BLOCK_SIZE:
+            return 0
+        begin = pages.num_remembered * BLOCK_SIZE
+        node, count = pages.node.find_beginning(token_ids[begin : min(begin + BLOCK_SIZE, len(token_ids) - 1)], len(self._pools))
+        for pool, table in zip(self._pools, pages.tables, strict=True):
+            if count:
+                pool.hold(node.pages[pool.group])
+                table.extend([node.pages[pool.group]])
+        return count
 
     def adopt(self, num_pages: int, firsts: list[int]) -> SequencePages | None:
         """Pages for a text of so many that comes from elsewhere, in each group from the first one on that it has; None where they

@@ -74,9 +74,10 @@ class PagePool:
         """True if its only holder may change it: nobody else reads it, now or through the tree."""
         return self._holders[page] == 1 and self._nodes[page] is None
 
-    def let_write(self, page: int) -> bool:
-        """Where no page is free, give up this one's text, so that its only holder may change it; False if it has others."""
-        if self.num_free or not self.is_sole(page):
+    def let_write(self, page: int, wanted: int = 1) -> bool:
+        """Where fewer pages are free than wanted, give up this one's text, so that its only holder may change it; False if it
+        has others."""
+        if self.num_free >= wanted or not self.is_sole(page):
             return False
         self._forget(page)
         self.evictions += 1

@@ -6,11 +6,14 @@ beginning. So whatever is found is exactly that text: no two texts can be taken 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import itemgetter
+
 
 class PrefixNode:
-    """A page's tokens after those of its parent. pages: group → page that holds them.
+    """A page's tokens after those of its parent, fewer than a page has where a text ended there.
 
-    pins: sequences that will put a child below this node; it stays in the tree while there are any.
+    pages: group → page that holds them. pins: sequences that will put a child below this node; it stays in the tree while there are any.
     """
 
     __slots__ = ("children", "pages", "parent", "pins", "tokens")
@@ -37,9 +40,24 @@ class PrefixNode:
             found.append(node)
         return found
 
+    def find_beginning(self, tokens: list[int], groups: int) -> tuple[PrefixNode, int]:
+        """The child whose tokens begin like these for longest, of those with a page in so many groups, and for how many; this
+        node and 0 where none does."""
+        best: tuple[PrefixNode, int] = (self, 0)
+        for child in self.children.values():
+            if tokens and child.tokens[0] == tokens[0] and len(child.pages) == groups:
+                best = max(best, (child, _common(child.tokens, tokens)), key=itemgetter(1))
+        return best
+
     def prune(self) -> None:
         """Leave the tree, and so do the parents, where nothing is kept any more."""
         node = self
         while node.parent is not None and not (node.pages or node.children or node.pins):
             del node.parent.children[node.tokens]
             node = node.parent
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

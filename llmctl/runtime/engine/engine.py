@@ -284,6 +284,8 @@ class Engine:
             self._blocks.remember(sequence.pages, sequence.token_ids, sequence.num_computed)
 
     def _remove(self, sequence: Sequence) -> None:
+        if sequence.pages is not None and self.model.ops.is_row_invariant:
+            self._blocks.remember_rest(sequence.pages, sequence.token_ids, sequence.num_computed)
         self._scheduler.remove(sequence)
         if self.speculation:
             self.speculation.forget(sequence)

@@ -97,6 +97,7 @@ class Scheduler:
         """Give a sequence what the cache has of its text; False if there is no room for the rest beside those that run."""
         pages = sequence.pages = self.blocks.new_pages()
         found = self.blocks.find_prefix(pages, sequence.reusable)
+        found += self.blocks.find_rest(pages, sequence.reusable)
         if self.running and not self.blocks.can_admit(pages, len(sequence.token_ids) + 1):
             self.blocks.release(pages)
             return False

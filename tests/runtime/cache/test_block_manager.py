@@ -22,10 +22,17 @@ def manager(num_pages: int | tuple[int, ...], *windows: int | None, draft: int =
 class Text:
     """A sequence as the manager sees it: pages, ids, how many are computed."""
 
-    def __init__(self, blocks: BlockManager, ids: list[int]) -> None:
+    def __init__(self, blocks: BlockManager, ids: list[int], *, rest: bool = False) -> None:
         self.blocks, self.ids = blocks, ids
         self.pages = blocks.new_pages()
         self.computed = blocks.find_prefix(self.pages, ids)
+        if rest:
+            self.computed += blocks.find_rest(self.pages, ids)
+
+    def end(self) -> None:
+        """Its last page too may be found."""
+        self.blocks.remember_rest(self.pages, self.ids, self.computed)
+        self.blocks.release(self.pages)
 
     def run(self, count: int) -> bool:
         """A step of `count` tokens; False if there is no room."""
@@ -234,10 +241,60 @@ def test_a_page_that_can_be_found_is_copied_before_it_changes() -> None:
     assert table(Text(blocks, [*text.ids[:32], 0]).pages) == table(text.pages)
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 16), (24, 5)])
+def test_a_text_goes_on_where_another_ended(windows: tuple[int | None, ...]) -> None:
+    """Within a page, which is copied: the old text may be gone on from again, and differently."""
+    blocks = manager(20, *windows)
+    first = Text(blocks, list(range(40)))
+    first.run(39)
+    first.end()
+    for found, ending in ((39, [50]), (40, [60, 61])):
+        text = Text(blocks, [*range(40), *ending], rest=True)
+        assert text.computed == found
+        text.run(len(text.ids) - found)
+        assert len(blocks.take_copies()) == len(windows)
+        text.end()
+    assert Text(blocks, [*range(36), 7, 7, 7], rest=True).computed == 36
+    assert Text(blocks, [*range(40), 60, 61, 9], rest=True).computed == 42
+    assert Text(blocks, list(range(40)), rest=True).computed == 39, "one token has to run"
+
+
+def test_a_page_begun_alike_is_found_where_texts_part() -> None:
+    blocks = manager(20)
+    first = Text(blocks, list(range(40)))
+    first.run(40)
+    assert Text(blocks, [*range(20), 99, 99], rest=True).computed == 20
+
+
+def test_where_no_page_is_left_for_a_copy_the_old_text_is_given_up() -> None:
+    blocks = manager(3)
+    first = Text(blocks, list(range(40)))
+    first.run(40)
+    first.end()
+    text = Text(blocks, list(range(48)), rest=True)
+    assert text.computed == 40
+    assert text.run(8)
+    assert blocks.take_copies() == []
+    blocks.release(text.pages)
+    assert Text(blocks, [*range(47), 0, 0], rest=True).computed == 47
+
+
+def test_a_compressed_text_is_not_gone_on_from() -> None:
+    blocks = manager(20)
+    text = Text(blocks, list(range(40)))
+    text.run(40)
+    blocks.release(text.pages)
+    text = Text(blocks, [*range(100, 140)])
+    text.run(40)
+    blocks.compress(text.pages, 40, 20, lambda tables: None)
+    text.end()
+    assert Text(blocks, [*range(100, 141)], rest=True).computed == 32, "only what was there before"
+
+
 MOVES = ["new", "run", "back", "fork", "end"]
 
 
-@settings(max_examples=80)
+@settings(max_examples=120)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from(MOVES), st.integers(0, 60)), max_size=60),
     st.sampled_from([(None,), (None, 16), (24, None, 5)]),
@@ -251,8 +308,8 @@ def test_nothing_is_lost_and_nothing_that_is_shared_changes(moves, windows) -> N
         text = texts[who]
         if move == "new":
             if text:
-                blocks.release(text.pages)
-            texts[who] = Text(blocks, [number % 2] * (16 * (1 + number % 3)) + [number] * 100)
+                text.end()
+            texts[who] = Text(blocks, [number % 2] * (16 * (1 + number % 3)) + [number] * 100, rest=number % 4 > 0)
         elif text is None:
             continue
         elif move == "run":
@@ -265,7 +322,7 @@ def test_nothing_is_lost_and_nothing_that_is_shared_changes(moves, windows) -> N
             twin.ids[text.computed :] = [99] * (len(text.ids) - text.computed)
             texts[number % 3] = twin
         elif move == "end":
-            blocks.release(text.pages)
+            text.end()
             texts[who] = None
         for each in texts:
             if each is not None:

@@ -45,8 +45,8 @@ def test_a_shared_beginning_is_computed_once(stub_model, layers, prefill_chunk):
         cold = answer(Engine(model, prefix_cache=False), [*PREFIX, *tail], greedy(12))
         warm = answer(engine, [*PREFIX, *tail], greedy(12))
         assert (warm[0], cold[1]) == (cold[0], 0)
-    assert warm[1] == 64
-    assert engine.reuse_stats.found_tokens == 128
+    assert warm[1] == 70
+    assert engine.reuse_stats.found_tokens == 140
     assert engine.reuse_stats.tokens == 3 * 70 + 34
 
 
@@ -58,7 +58,7 @@ def test_a_chat_goes_on_from_its_own_answers(stub_model, layers):
     for turn in range(5):
         ids, cached = answer(engine, text, greedy(15))
         assert ids == answer(Engine(model, prefix_cache=False), text, greedy(15))[0]
-        assert cached == computed // 16 * 16
+        assert cached == computed
         computed = len(text) + len(ids) - 1  # the last id was drawn and not read
         text = [*text, *ids, turn, turn, 9]
 
@@ -69,7 +69,7 @@ def test_a_running_text_is_shared_while_it_runs(stub_model):
     engine.step()
     second = engine.add([*PREFIX[:50], 3], greedy(5))
     engine.step()
-    assert second.num_cached_tokens == 48
+    assert second.num_cached_tokens == 50
     assert engine.group_stats[0].pages_held == len(first.pages) + 1
     engine.abort(first)
     while engine.has_work:
@@ -125,7 +125,7 @@ def test_answers_without_a_place_wait_for_one(stub_model):
         engine.step()
     assert {tuple(s.completion_token_ids) for s in several} == {tuple(several[0].completion_token_ids)}
     assert len(several[4].completion_token_ids) == 6
-    assert several[4].num_cached_tokens == 64
+    assert several[4].num_cached_tokens == len(PREFIX) - 1
 
 
 @pytest.mark.parametrize("aborted", [0, 1, 2])
@@ -176,10 +176,10 @@ def test_the_bits_are_those_of_a_run_without_a_cache(folder, backend, kv_type):
         expected, _ = logprobs(Engine(model, prefill_chunk=32, prefix_cache=False), prompt)
         found, cached = logprobs(warm, prompt)
         assert found == expected
-    assert cached == 64
+    assert cached == (70 if backend == "native" else 64)
     again, cached = logprobs(warm, prompt)
     assert again == expected
-    assert cached == 96
+    assert cached == (len(prompt) - 1 if backend == "native" else 96)
 
 
 def test_a_native_chat_has_the_bits_of_one_that_begins_anew(folder):
