@@ -14,6 +14,8 @@ from llmctl.runtime.cache.memory import LayerShape
 from llmctl.runtime.checkpoint.text import quoted
 from llmctl.runtime.models.rope import RopeConfig
 
+MAX_QUERY = 1 << 22  # numbers of all heads, whose rows are put in order: a claim must not cost memory before its tensor is read
+
 
 @dataclass(frozen=True)
 class LayerConfig:
@@ -182,6 +184,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise FormatError(f"config.json: {self.num_heads} query heads cannot share {self.num_kv_heads} kv heads")
+        if self.num_heads * self.head_dim > MAX_QUERY:
+            raise FormatError(
+                f"config.json: {self.num_heads} heads of {self.head_dim} numbers are more than {MAX_QUERY}, the limit of a query"
+            )
         if len(self.layers) != self.num_layers:
             raise FormatError(f"config.json: {self.num_layers} layers, but choices for {len(self.layers)}")
         if any(layer.sparse for layer in self.layers) and self.experts is None:

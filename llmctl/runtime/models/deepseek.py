@@ -12,7 +12,7 @@ from llmctl.errors import FormatError, UnsupportedError
 from llmctl.runtime.checkpoint.names import EXPERT_NAMES, TOP_NAMES, GgufNames
 from llmctl.runtime.models.config import ExpertNames, ExpertsConfig, LatentConfig, LayerConfig, ModelConfig
 from llmctl.runtime.models.family import Family
-from llmctl.runtime.models.hf_config import HfConfig
+from llmctl.runtime.models.hf_config import MAX_HEAD_DIM, HfConfig
 from llmctl.runtime.models.rope import RopeConfig
 from llmctl.runtime.models.standard import rope_of, standard_config
 
@@ -68,10 +68,10 @@ def _without_share(values: dict[str, Any]) -> dict[str, Any]:
 
 def _latent(hf: HfConfig) -> LatentConfig:
     return LatentConfig(
-        rank=hf.integer("kv_lora_rank"),
-        nope_dim=hf.integer("qk_nope_head_dim"),
-        rope_dim=hf.integer("qk_rope_head_dim"),
-        value_dim=hf.integer("v_head_dim"),
+        rank=hf.integer("kv_lora_rank", limit=MAX_HEAD_DIM),
+        nope_dim=hf.integer("qk_nope_head_dim", limit=MAX_HEAD_DIM),
+        rope_dim=hf.integer("qk_rope_head_dim", limit=MAX_HEAD_DIM),
+        value_dim=hf.integer("v_head_dim", limit=MAX_HEAD_DIM),
         query_rank=None if hf.values["q_lora_rank"] is None else hf.integer("q_lora_rank"),
     )
 

@@ -133,7 +133,10 @@ class ModelWeights:
         if part := self._parts.get(name):
             whole = self.read(part.whole)
             self.names_read.add(name)
-            return part.take(whole)
+            try:
+                return part.take(whole)
+            except FormatError as error:
+                raise FormatError(f"{self.checkpoint.path}: {error}") from error
         if module := self.packed(name):
             self.names_read.add(name)
             return self._read_packed(module)

@@ -93,6 +93,21 @@ def test_experts_that_cannot_be_chosen(family: str, change: dict[str, Any], mess
         read({**tiny_config(family).to_dict(), **change})
 
 
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("cohere", {"num_attention_heads": 2**20, "num_key_value_heads": 1, "head_dim": 32}, "1048576 heads of 32 numbers"),
+        ("deepseek_v3", {"num_attention_heads": 2**20, "num_key_value_heads": 2**20}, "1048576 heads of 40 numbers"),
+        ("deepseek_v3", {"kv_lora_rank": 2**31 - 1}, "'kv_lora_rank' is 2147483647, the limit is 65536"),
+        ("deepseek_v3", {"qk_nope_head_dim": 2**31 - 1}, "'qk_nope_head_dim' is 2147483647, the limit is 65536"),
+    ],
+)
+def test_claims_of_heads_cost_no_memory(family: str, change: dict[str, Any], message: str) -> None:
+    """Rows are put in order, and the cache is planned, before a tensor could contradict."""
+    with pytest.raises(FormatError, match=message):
+        read({**tiny_config(family).to_dict(), **change})
+
+
 @pytest.mark.parametrize("value", [["llama"], 5, {"a": 1}, True])
 def test_an_architecture_that_is_no_name(value: Any) -> None:
     for find in (family_by_model_type, family_by_gguf_arch):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from make_tiny_model import make_tiny_model, tiny_config
+from safetensors.numpy import load_file, save_file
 
 from llmctl.errors import FormatError, UnsupportedError
 from llmctl.kernels.formats.codecs import dequantize, quantize
@@ -68,6 +70,15 @@ def test_values_stay_as_they_are_quantized_and_keys_are_unfolded() -> None:
 def test_another_shape_is_named() -> None:
     with pytest.raises(FormatError, match=r"kv_b_proj.weight' has shape \(263, 64\), the config asks for \(264, 64\)"):
         parts_of(WHOLE, CONFIG)[KEYS].take(np.zeros((ROWS - 1, 64), np.float32))
+
+
+def test_another_shape_is_named_with_its_file(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, WHOLE: np.ascontiguousarray(tensors[WHOLE].T)}, file)
+    with pytest.raises(FormatError, match=rf"{tmp_path}/model: tensor '{WHOLE}' has shape"):
+        load_model(tmp_path / "model")
 
 
 def test_files_of_before_kv_b_was_stored_in_two(file: Path, tmp_path: Path) -> None:
