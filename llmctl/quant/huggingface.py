@@ -36,7 +36,7 @@ from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.decoder import Decoder
 from llmctl.runtime.models.family import Family
 from llmctl.runtime.models.gguf_config import factor_tensors, metadata_from_config
-from llmctl.runtime.models.registry import chosen_family, family_by_model_type
+from llmctl.runtime.models.registry import chosen_family, config_taken_for
 from llmctl.runtime.models.weights import ModelWeights, StoredWeight
 
 _QUANTIZATION_VERSION = 2  # of llama.cpp's block formats
@@ -99,7 +99,7 @@ def read_vocabulary(
     values = read_json_object(folder / "config.json")
     found = FolderWithoutWeights(folder, values, read_optional_json(folder / "generation_config.json"))
     try:
-        kind = chosen_family(family) or family_by_model_type(values.get("model_type"))
+        kind, values = config_taken_for(values, chosen_family(family))
         config = kind.read_config(values)
     except LlmctlError as error:
         raise type(error)(f"{folder}: {error}") from error

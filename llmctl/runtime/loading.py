@@ -23,7 +23,7 @@ from llmctl.runtime.machine import default_threads, memory
 from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.decoder import Decoder
 from llmctl.runtime.models.hf_config import token_ids
-from llmctl.runtime.models.registry import chosen_family, family_by_model_type
+from llmctl.runtime.models.registry import chosen_family, config_taken_for
 from llmctl.runtime.models.requantized import RequantizedWeights
 from llmctl.runtime.models.weights import ModelWeights
 from llmctl.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -214,7 +214,8 @@ def read_config(path: Path, family: str | None = None) -> ModelConfig:
 def _bare_config(path: Path, family: str | None) -> ModelConfig:
     values = read_json_object(path)
     try:
-        return (chosen_family(family) or family_by_model_type(values.get("model_type"))).read_config(values)
+        found, values = config_taken_for(values, chosen_family(family))
+        return found.read_config(values)
     except LlmctlError as error:
         raise type(error)(f"{path}: {str(error).removeprefix('config.json: ')}") from error
 

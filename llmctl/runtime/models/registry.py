@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
+from typing import Any
 
 from llmctl.errors import FormatError, UnsupportedError, UsageError
 from llmctl.runtime.checkpoint.text import quoted
@@ -75,12 +77,27 @@ def chosen_family(name: str | None) -> Family | None:
 
 
 def family_by_name(name: str) -> Family:
-    """The family of this name, or of a model_type or GGUF architecture of it; UsageError naming those there are."""
+    """The family of this name, or of a model_type or GGUF architecture of it; UsageError naming those there are.
+
+    Of a model_type it is the family with that one alone: DeepSeek V3 is not read as V2, nor Mistral without its window.
+    """
     known = {family.gguf_arch: family for family in reversed(FAMILIES)}
     known |= {key: family for family in FAMILIES for key in (family.name, *family.model_types)}
     if name not in known:
         raise UsageError(f"--as {name}: there is no such family; known: {', '.join(family.name for family in FAMILIES)}")
-    return known[name]
+    family = known[name]
+    return replace(family, model_types=(name,)) if name != family.name and name in family.model_types else family
+
+
+def config_taken_for(values: dict[str, Any], family: Family | None) -> tuple[Family, dict[str, Any]]:
+    """The family of a config.json, and its values as one of that family. family: to be taken for one of, None for what it says.
+
+    Errors: as `family_by_model_type`.
+    """
+    stated = values.get("model_type")
+    if family is None:
+        return family_by_model_type(stated), values
+    return family, values if stated in family.model_types else {**values, "model_type": family.model_types[0]}
 
 
 def _pick(known: dict[str, Family], name: object, where: str) -> Family:
@@ -98,5 +115,5 @@ def _pick(known: dict[str, Family], name: object, where: str) -> Family:
     relatives = ", ".join(map(repr, near))
     raise UnsupportedError(
         f"{where} {quoted(name)} is not supported yet; its nearest relatives are {relatives}: "
-        f"--as {known[near[0]].name} takes it for one of them, with every command that reads a model"
+        f"--as {near[0]} takes it for one of them, with every command that reads a model"
     )

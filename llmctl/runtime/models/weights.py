@@ -32,7 +32,7 @@ from llmctl.runtime.models.expert_parts import ExpertPart, folder_parts, gguf_pa
 from llmctl.runtime.models.family import Family
 from llmctl.runtime.models.gguf_config import FACTOR_TENSORS, config_from_gguf, has_experts
 from llmctl.runtime.models.latent_parts import LatentPart, parts_of
-from llmctl.runtime.models.registry import family_by_gguf_arch, family_by_model_type
+from llmctl.runtime.models.registry import config_taken_for, family_by_gguf_arch, family_by_name
 
 # Multimodal folders nest the language model; the rest of such a checkpoint is not part of a text model.
 _NESTED = re.compile(r"^(?:language_model\.model|model\.language_model)\.")
@@ -232,7 +232,8 @@ class _GgufSource:
         self.checkpoint = checkpoint
         names, metadata = checkpoint.names(), checkpoint.metadata
         stated = metadata.get("general.architecture")
-        self.family = family or family_by_gguf_arch(stated, sparse=has_experts(metadata, stated))
+        # a file has no model_type: what its keys say decides among those of a family
+        self.family = family_by_name(family.name) if family else family_by_gguf_arch(stated, sparse=has_experts(metadata, stated))
         if family is not None:
             metadata = {str(key).replace(f"{stated}.", f"{family.gguf_arch}.", 1): metadata[key] for key in metadata}
         factors = {name: dequantize(checkpoint.read(name)) for name in FACTOR_TENSORS if name in names}
@@ -283,9 +284,7 @@ class _HfSource:
         if not self.hf_config:
             raise FormatError(f"{checkpoint.path}: no config.json beside the weights, so the architecture is unknown")
         found = find_packed(checkpoint)
-        self.family = family or family_by_model_type(self.hf_config.get("model_type"))
-        if family is not None and self.hf_config.get("model_type") not in family.model_types:
-            self.hf_config = {**self.hf_config, "model_type": family.model_types[0]}
+        self.family, self.hf_config = config_taken_for(self.hf_config, family)
         self.config = self.family.read_config(self.hf_config)
         elsewhere = found.parts | set(found.of_activations)
         names = [name for name in checkpoint.names() if not _BUFFERS.search(name) and name not in elsewhere]
