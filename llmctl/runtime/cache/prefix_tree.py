@@ -13,7 +13,8 @@ from operator import itemgetter
 class PrefixNode:
     """A page's tokens after those of its parent, fewer than a page has where a text ended there.
 
-    pages: group → page that holds them. pins: sequences that will put a child below this node; it stays in the tree while there are any.
+    pages: group → page that holds them. pins: sequences that will put a child below this node; it stays in the tree while there
+    are any.
     """
 
     __slots__ = ("children", "pages", "parent", "pins", "tokens")
