@@ -4,7 +4,8 @@
     python scripts/bench_chat.py MODEL [--history 2000] [--rounds 7]
 
 chat: seconds from Enter to the first token where the history is in the cache already, template and tokenizer included, beside
-what cannot be saved: one decode step and the prefill of the new turn's tokens, both measured at that depth. process: seconds
+what cannot be saved: one decode step and the prefill of the new turn's tokens (those that close the answer before it, the
+question, the opening of the reply), both measured at that depth. process: seconds
 from the start of `llmctl run` to the first byte of its answer, the file being in the system's cache. One JSON line each.
 """
 
@@ -50,7 +51,9 @@ class FirstToken:
 
 
 class Timed(Conversation):
-    """A chat without a screen."""
+    """A chat without a screen. num_computed: tokens that were read, up to the one before the last answer's end."""
+
+    num_computed = 0
 
     def _view(self, ids: list[int]) -> FirstToken:
         self.view = FirstToken()
@@ -65,7 +68,8 @@ def open_chat(model: Path, threads: int | None, history: int) -> Timed:
     while len(chat.token_ids(chat.messages)) < history - ANSWER_TOKENS:
         roles = [{"role": "user", "content": f"{len(chat.messages)}: {TURN}"}, {"role": "assistant", "content": TURN}]
         chat.messages = [*chat.messages, *roles]
-    chat.reply_to(QUESTIONS[-1])
+    stats = chat.reply_to(QUESTIONS[-1]).stats
+    chat.num_computed = stats.prompt_tokens + stats.completion_tokens - 1
     return chat
 
 
@@ -85,12 +89,13 @@ def prefill_seconds(engine: Engine, ids: list[int], num_tokens: int) -> float:
 
 def time_turn(chat: Timed, question: str) -> dict[str, float]:
     """One question. `ratio`: to a decode step and the prefill of the tokens that the turn brought."""
-    before = len(chat.token_ids(chat.messages, reply=False))
+    before, computed = len(chat.token_ids(chat.messages, reply=False)), chat.num_computed
     start = time.perf_counter()
     answer = chat.reply_to(question)
     first = chat.view.at - start
     stats = answer.stats
-    num_new = stats.prompt_tokens - before
+    num_new = stats.prompt_tokens - computed
+    chat.num_computed = stats.prompt_tokens + stats.completion_tokens - 1
     sent = chat.token_ids(chat.messages[:-1])
     ids = sent[: stats.cached_tokens] + sent[1 : 1 + num_new]  # other tokens, since these are in the cache now
     prefill, step = prefill_seconds(chat.engine, ids, num_new), stats.decode_s / (stats.completion_tokens - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from llmctl.runtime.tokenizer.bpe import BpeEngine
 from llmctl.runtime.tokenizer.detokenize import StreamingDetokenizer
@@ -13,6 +13,9 @@ from llmctl.runtime.tokenizer.spm import SentencePieceEngine
 from llmctl.runtime.tokenizer.vocabulary import Buffer
 
 _ENGINES = {"bpe": BpeEngine, "sentencepiece": SentencePieceEngine}
+_RECENT = 1024
+"""Stretches of text whose ids are kept, none of more than _LONG characters."""
+_LONG = 4096
 
 
 class Tokenizer:
@@ -31,6 +34,7 @@ class Tokenizer:
         outer, inner = _divide(facts)
         self._outer = outer
         self._engine = _ENGINES[facts.engine](facts.settings, sections, inner)
+        self._recent = lru_cache(_RECENT)(lambda text, first: tuple(self._engine.encode(text, first=first)))
         self._added = {token.id: token for token in facts.added}
         self._bytes: dict[int, bytes] = {}
         self.vocab_size = facts.vocab_size
@@ -62,8 +66,12 @@ class Tokenizer:
             if isinstance(part, int):
                 ids.append(part)
             else:
-                ids.extend(self._engine.encode(part, first=position == 0))
+                ids.extend(self._encode_stretch(part, position == 0))
         return self._surround(ids, parse_special) if add_special else ids
+
+    def _encode_stretch(self, text: str, first: bool) -> Sequence[int]:
+        """The ids of what stands between two special tokens. A chat brings the same stretches with every turn."""
+        return self._engine.encode(text, first=first) if len(text) > _LONG else self._recent(text, first)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of the ids; bytes that are no UTF-8 become U+FFFD.
