@@ -77,6 +77,7 @@ def rewritten(tiny: Path, tmp_path: Path) -> Changed:
         ({UP: np.zeros((160, 96), np.int8)}, UnsupportedError, "holds I8 numbers"),
         ({UP.replace("weight", "bias"): np.zeros(160, np.float32)}, FormatError, r"up_proj\.bias' has no place"),
         ({f"{UP}_scale": np.array(2.0, np.float32)}, FormatError, r"weight_scale' has no place"),
+        ({UP.replace("up_proj", "sub_norm"): np.ones(96, np.float32)}, FormatError, r"sub_norm\.weight' has no place"),
     ],
 )
 def test_tensors_that_are_not_as_the_config_says(

@@ -78,7 +78,8 @@ def config_from_gguf(
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in shapes
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in shapes
     config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in shapes
-    _add_head_dim(config, metadata, arch)
+    if "kv_lora_rank" not in family.gguf_values:  # heads of latent attention have several sizes
+        _add_head_dim(config, metadata, arch)
     if "num_experts" in config:
         _add_experts(config, shapes, arch)
     _add_layer_types(config, metadata, arch)
@@ -133,8 +134,6 @@ def _count(metadata: Mapping[str, Any], key: str, *, needed: bool = False, limit
 
 def _add_head_dim(config: dict[str, Any], metadata: Mapping[str, Any], arch: str) -> None:
     """Older files say the head size only through the rotary dimension, or not at all."""
-    if f"{arch}.attention.kv_lora_rank" in metadata:
-        return  # heads of latent attention have several sizes
     value_length = _count(metadata, f"{arch}.attention.value_length")
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if not head_dim:

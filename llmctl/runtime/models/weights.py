@@ -43,6 +43,7 @@ _NOT_TEXT = re.compile(
 # Buffers that old folders saved beside the weights; they are computed here.
 _BUFFERS = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$|(?:^|\.)h\.\d+\.attn\.bias$")
 _WEIGHT_FORMATS = ("F64", "F32", "F16", "BF16")
+_LAYERS_WEIGHT = re.compile(r"model\.layers\.(\d{1,9})\..*\.weight$")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -191,7 +192,8 @@ class ModelWeights:
         """The tensors that are not among the needed ones: nothing of this model, and to be named to the user.
 
         FormatError for those that would change the result: a head that differs from the embedding it is said to share, a
-        bias or scale of a module that should have none.
+        bias or scale of a module that should have none, a norm or matrix of a layer that should have none. Layers beyond the
+        model's are no part of it: they guess further tokens.
         """
         needed = set(needed)
         modules = {name.rpartition(".")[0] for name in needed}
@@ -203,10 +205,14 @@ class ModelWeights:
                         f"{path}: config.json says tie_word_embeddings, but {_HEAD} differs from {_EMBEDDING}; "
                         "correct the one or the other"
                     )
-            elif name.rpartition(".")[0] in modules:
+            elif name.rpartition(".")[0] in modules or self._is_layers_weight(name):
                 stored = self._source.stored[name]
                 raise FormatError(f"{path}: tensor {quoted(stored)} has no place in the model its config describes")
         return [name for name in others if name != _HEAD]
+
+    def _is_layers_weight(self, name: str) -> bool:
+        found = _LAYERS_WEIGHT.match(name)
+        return found is not None and int(found[1]) < self.config.num_layers
 
 
 def _located(error: LlmctlError, checkpoint: GgufCheckpoint | SafetensorsCheckpoint) -> str:

@@ -145,6 +145,15 @@ def test_a_pattern_of_windows_that_cannot_be_is_named(pattern: Any) -> None:
         config_from_gguf({**metadata, "gemma3.attention.sliding_window_pattern": pattern}, family, SHAPES, {})
 
 
+def test_a_foreign_key_does_not_hide_the_size_of_heads() -> None:
+    """Of latent attention heads have several sizes; a family without it has one, whatever keys there are."""
+    family = family_by_model_type("glm4")
+    config = family.read_config(tiny_config("glm4").to_dict())
+    metadata = {**metadata_from_config(config, family), "glm4.attention.kv_lora_rank": 64}
+    read = family.read_config(config_from_gguf(metadata, family, {"token_embd.weight": (384, 96)}, {}))
+    assert read.layers[0].rope.rotary_dim == config.layers[0].rope.rotary_dim != config.head_dim
+
+
 def test_heads_and_biases_are_told_by_the_tensors() -> None:
     family = family_by_model_type("llama")
     metadata = metadata_from_config(family.read_config(CONFIG), family)
