@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -82,12 +83,12 @@ def test_what_gptq_makes_worse_stays_rounded(target: object, monkeypatch: pytest
 
     def ruined(*arguments: object) -> dict[str, Solved]:
         found = honest(*arguments)  # type: ignore[arg-type]
-        found["bad"].values = found["bad"].values * 0
-        return found
+        opposite = round_module(-weights["bad"], target, importance, method, 1)  # type: ignore[arg-type]
+        return {**found, "bad": replace(found["bad"], stored=opposite.stored)}
 
+    importance = of_inputs(64).mean_squares
     monkeypatch.setattr(module_solver, "_compensated", ruined)
     solved = solve_group(weights, targets, of_inputs(64), method, 1)
-    importance = of_inputs(64).mean_squares
     assert solved["good"].facts["method"] == "gptq"
     assert solved["good"].facts["loss"] <= solved["good"].facts["loss_rtn"]
     assert solved["bad"].facts["method"] == "rtn"
