@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 _FADING = 0.85  # what a round is worth after the next one
 _PRIOR_ACCEPTED, _PRIOR_JUDGED = 1.5, 2.0
 _FIRST_PAUSE, _PAUSE_GROWTH = 32, 8
-_MARGIN = 1.02  # a speedup below this is no reason to draft
+_LOSS = 0.97  # a speedup below this is worth a pause; above it, rounds tell more than plain steps
 _TOKEN_SHARE = 0.06  # of a plain step, what one token more is taken to cost before it was measured
 _TRIAL = 0.97  # of plain decoding's speed, which a trial may cost
 _REMEMBERED = 512  # steps after which a time that was not measured again is forgotten
@@ -188,8 +188,8 @@ class DraftLength:
         if self._waits():
             return 0
         speedups = [expected_tokens(self.acceptance, n) / costs.of_round(n) for n in range(self.longest + 1)]
-        best = max(range(self.longest + 1), key=speedups.__getitem__)
-        if speedups[best] >= _MARGIN:
+        best = max(range(1, self.longest + 1), key=speedups.__getitem__)
+        if speedups[best] >= _LOSS:
             return best
         self._begin_pause()
         return 0
@@ -218,12 +218,13 @@ class DraftLength:
         self._pause, self._next_pause = self._next_pause - 1, self._next_pause * _PAUSE_GROWTH
 
     def worth(self, costs: Costs, count: int) -> float:
-        """The chance that all drafted tokens up to there are taken, below which one more is not worth what it costs."""
+        """The chance that all drafted tokens up to there are taken, below which one more is not worth what it costs. At most 1: the
+        first is drafted in any case, or nothing would be learnt."""
         if self.is_fixed or not count:
             return 0.0
         speedup = expected_tokens(self.acceptance, count) / costs.of_round(count)
         token = (costs.of_round(count) - costs.steps[0]) / count
-        return token * max(1.0, speedup) / max(self.acceptance, 0.1)
+        return min(1.0, token * max(1.0, speedup) / max(self.acceptance, 0.1))
 
     def record(self, num_drafted: int, num_accepted: int) -> None:
         """A round of so many drafted tokens, of which the first so many were taken."""
