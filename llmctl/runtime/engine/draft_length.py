@@ -218,8 +218,8 @@ class DraftLength:
         self._pause, self._next_pause = self._next_pause - 1, self._next_pause * _PAUSE_GROWTH
 
     def worth(self, costs: Costs, count: int) -> float:
-        """The chance that all drafted tokens up to there are taken, below which one more is not worth what it costs. At most 1: the
-        first is drafted in any case, or nothing would be learnt."""
+        """The chance that all drafted tokens up to there are taken, below which one more is not worth what it costs. At most 1:
+        the first is drafted in any case, or nothing would be learnt."""
         if self.is_fixed or not count:
             return 0.0
         speedup = expected_tokens(self.acceptance, count) / costs.of_round(count)
