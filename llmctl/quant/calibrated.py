@@ -314,7 +314,7 @@ def write_result(
 
 
 def _rounded_on_the_way(plan: CalibratedPlan, written: Written) -> Iterator[dict[str, Any]]:
-    """For the report: tensors that are no targets, but of a type that rounds."""
+    """For the report: tensors that are no targets, but of a type that rounds. None was fitted to text, so no tokens are told."""
     to_hf, to_gguf = plan.weights.family.gguf_names.to_hf, plan.weights.family.gguf_names.to_gguf
     solved = {to_gguf(f"{module}.weight") for module in plan.targets}
     for tensor, rounded in written.rounded:
@@ -326,7 +326,6 @@ def _rounded_on_the_way(plan: CalibratedPlan, written: Written) -> Iterator[dict
             "type": tensor.format.name,
             "bits_per_weight": tensor.format.bits_per_weight,
             "relative_rms_error": rounded.relative_error,
-            "tokens": 0,
             "method": "rtn",
         }
 

@@ -157,7 +157,7 @@ def summary_rows(found: dict[str, Any]) -> tuple[Sequence[str], list[list[object
                 f"{sum(m['relative_rms_error'] for m in group) / len(group):.2%}",
                 f"{sum(outputs) / len(outputs):.2%}" if outputs else "",
                 "/".join(f"{name} {sum(m['method'] == name for m in group)}" for name in methods),
-                min(m["tokens"] for m in group) or "",
+                min(m.get("tokens", 0) for m in group) or "",
             ]
         )
     return ("MODULES OF KIND", "TYPE", "COUNT", "BITS", "WEIGHT ERROR", "OUTPUT ERROR", "METHOD", "TOKENS"), rows

@@ -79,7 +79,7 @@ def _table(modules: list[dict[str, Any]]) -> str:
             "" if output is None else f"{output:.3%}",
             "" if sqnr is None else f"{sqnr:.1f}",
             module["method"],
-            module["tokens"],
+            module.get("tokens", ""),
             module.get("fallback", ""),
         )
         rows.append(cells)

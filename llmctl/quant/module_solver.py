@@ -109,7 +109,8 @@ def solve_group(
     """weights: float32 [N, K] by name, all multiplied with the same input. statistics: of that input, None if unknown."""
     importance = None if statistics is None else statistics.mean_squares
     hessian = statistics.take_hessian() if statistics is not None and statistics.products is not None else None
-    clip = hessian if method.name == "awq" and statistics is not None and statistics.count else None
+    by_products = method.name == "awq" and statistics is not None and statistics.count and statistics.given is None
+    clip = hessian if by_products else None  # a file of importances has none: columns count by what it says
     solved = {name: round_module(weight, targets[name], importance, method, threads, clip) for name, weight in weights.items()}
     for one in solved.values():
         one.facts["method"] = "rtn" if method.name == "gptq" else method.name

@@ -293,7 +293,7 @@ def test_two_at_once(llmctl: Callable[..., Any], llmctl_script: Path, large: Pat
     process = subprocess.Popen([llmctl_script, "convert", large, "-o", out, "--type", "Q4_0", "-q"], stdout=subprocess.DEVNULL)
     while not (out.parent / PARTIAL).exists():
         assert process.poll() is None
-        time.sleep(0.005)
+        time.sleep(0.0002)
     process.send_signal(signal.SIGSTOP)
     done = llmctl("convert", small, "-o", out)
     process.send_signal(signal.SIGCONT)

@@ -245,9 +245,14 @@ def test_parts_beside_the_text_model_are_left_out_by_name(changed: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["extra.weight", "model.layers.1.mlp.router.weight", "model.layers.1.self_attn.q_norm.weight"])
-def test_unknown_tensors_are_refused(changed: Any, name: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"tensor '{name}' has no place in a llama model, and is none that can be"):
+def test_unknown_tensors_are_refused(changed: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"tensor 'extra.weight' has no place in a llama model, and is none that can be"):
+        open_source(changed("llama", {"extra.weight": np.zeros((2, 2), np.float32)}))
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.router.weight", "model.layers.1.self_attn.q_norm.weight"])
+def test_parts_of_a_layer_that_the_config_does_not_describe_are_refused(changed: Any, name: str) -> None:
+    with pytest.raises(FormatError, match=rf"tensor '{name}' has no place in the model its config describes"):
         open_source(changed("llama", {name: np.zeros((2, 2), np.float32)}))
 
 

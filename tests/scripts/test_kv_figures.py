@@ -16,4 +16,4 @@ def test_pages_waste_at_most_one_and_a_half_percent():
 
 def test_a_shared_beginning_is_found(tmp_path):
     model = load_model(make_tiny_model(tmp_path, "gemma3"), backend="native", threads=1)
-    assert reuse(model, 100)[2] == 96
+    assert reuse(model, 100)[2] == 100
