@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _FADING = 0.85  # what a round is worth after the next one
-_PRIOR_ACCEPTED, _PRIOR_JUDGED = 1.5, 2.0
+_PRIOR_ACCEPTED, _PRIOR_JUDGED = 3.0, 4.0
 _FIRST_PAUSE, _PAUSE_GROWTH = 32, 8
-_LOSS = 0.97  # a speedup below this is worth a pause; above it, rounds tell more than plain steps
+_FIRST_TRIAL, _NEXT_TRIAL = 5.0, 2.5  # plain steps that drafting may lose before it pauses: at first, and after a pause
+_PROVEN = 1.1  # a pace above this, tokens in the time of a plain step, and the draft is trusted as at first
+_EARNED = 5.0  # plain steps that a draft may be ahead: it may lose so many more
+_FREE = 0.03  # plain steps
 _TOKEN_SHARE = 0.06  # of a plain step, what one token more is taken to cost before it was measured
-_TRIAL = 0.97  # of plain decoding's speed, which a trial may cost
 _REMEMBERED = 512  # steps after which a time that was not measured again is forgotten
 
 
@@ -118,8 +120,14 @@ class Calibration:
 
 @dataclass
 class Pace:
-    """Tokens that a sequence gains in the time of a plain step, lately: what one more drafted token must beat."""
+    """Tokens that a sequence gains in the time of a plain step, lately: what one more drafted token must beat.
 
+    lost: plain steps by which the text lies behind plain decoding since it was furthest ahead, less a few that were earned (a
+    CUSUM, Page 1954). One that gains more than it loses hardly ever gets far behind; one that loses does, however little it is
+    at a time.
+    """
+
+    lost: float = 0.0
     _tokens: float = 4.0
     _spent: float = 4.0
     _length: int | None = None
@@ -130,15 +138,12 @@ class Pace:
         """1 is plain decoding; it is never said to be slower, since that is always to be had."""
         return max(1.0, self._tokens / self._spent)
 
-    @property
-    def loses(self) -> bool:
-        """Whether plain decoding would be faster by more than is worth a trial."""
-        return self._tokens < _TRIAL * self._spent
-
     def arrive(self, length: int) -> None:
         """The text has so many tokens now."""
         if self._length is not None:
-            self._tokens, self._spent = 0.9 * self._tokens + length - self._length, 0.9 * self._spent + self._cost
+            gained = length - self._length
+            self._tokens, self._spent = 0.9 * self._tokens + gained, 0.9 * self._spent + self._cost
+            self.lost = max(-_EARNED, self.lost + self._cost - gained)
         self._length, self._cost = length, 1.0
 
     def leave(self, cost: float) -> None:
@@ -164,11 +169,12 @@ class DraftLength:
 
     longest: int
     is_fixed: bool = False
+    pace: Pace = field(default_factory=Pace)
     _accepted: float = _PRIOR_ACCEPTED
     _judged: float = _PRIOR_JUDGED
     _pause: int = 0
     _next_pause: int = _FIRST_PAUSE
-    _rounds_since_pause: int = 0
+    _may_lose: float = _FIRST_TRIAL
 
     @property
     def acceptance(self) -> float:
@@ -180,46 +186,34 @@ class DraftLength:
         """Drafting has been switched off for a while."""
         return self._pause > 0
 
-    def choose(self, costs: Costs) -> int:
-        """Tokens to draft now, were all as likely to be taken; 0 while drafting loses. Each call that says 0 stands for one plain
-        step."""
-        if self.is_fixed:
-            return self.longest
-        if self._waits():
-            return 0
-        speedups = [expected_tokens(self.acceptance, n) / costs.of_round(n) for n in range(self.longest + 1)]
-        best = max(range(1, self.longest + 1), key=speedups.__getitem__)
-        if speedups[best] >= _LOSS:
-            return best
-        self._begin_pause()
-        return 0
-
-    def goes_on(self, pace: Pace, costs: Costs) -> bool:
-        """The same decision for a draft that costs next to nothing, where with a small model it does cost something. Each False
-        stands for one plain step."""
+    def goes_on(self, costs: Costs) -> bool:
+        """Whether to draft now; not while that is known to lose. Each False stands for one plain step. A draft that costs next
+        to nothing goes on: whether its tokens are judged is decided by themselves."""
         if self.is_fixed:
             return True
-        if self._waits():
+        if self._pause:
+            self._pause -= 1
             return False
-        if pace.loses and costs.draft * self.longest > 1 - _TRIAL:
-            self._begin_pause()
-        return not self._pause
-
-    def _waits(self) -> bool:
-        """Whether there is a pause; one step of it is over then."""
-        if not self._pause:
-            return False
-        self._pause -= 1
-        if self._pause == 0:
-            self._accepted, self._judged, self._rounds_since_pause = _PRIOR_ACCEPTED / 2, _PRIOR_JUDGED / 2, 0
-        return True
+        if self.pace.lost < self._may_lose or costs.draft * self.longest < _FREE:
+            return True
+        self._begin_pause()
+        return False
 
     def _begin_pause(self) -> None:
+        """What was lost is written off, so that the next trial is one."""
         self._pause, self._next_pause = self._next_pause - 1, self._next_pause * _PAUSE_GROWTH
+        self._accepted, self._judged = _PRIOR_ACCEPTED, _PRIOR_JUDGED
+        self.pace.lost, self._may_lose = 0.0, _NEXT_TRIAL
+
+    def choose(self, costs: Costs) -> int:
+        """Tokens to draft, were all as likely to be taken: at least one, or nothing would be learnt."""
+        if self.is_fixed:
+            return self.longest
+        return max(range(1, self.longest + 1), key=lambda n: expected_tokens(self.acceptance, n) / costs.of_round(n))
 
     def worth(self, costs: Costs, count: int) -> float:
         """The chance that all drafted tokens up to there are taken, below which one more is not worth what it costs. At most 1:
-        the first is drafted in any case, or nothing would be learnt."""
+        the first is drafted in any case."""
         if self.is_fixed or not count:
             return 0.0
         speedup = expected_tokens(self.acceptance, count) / costs.of_round(count)
@@ -232,6 +226,5 @@ class DraftLength:
             return
         self._accepted = _FADING * self._accepted + num_accepted
         self._judged = _FADING * self._judged + num_accepted + (num_accepted < num_drafted)
-        self._rounds_since_pause += 1
-        if self._rounds_since_pause > 4 and self.acceptance > 0.5:
-            self._next_pause = _FIRST_PAUSE
+        if self.pace.rate > _PROVEN:
+            self._next_pause, self._may_lose = _FIRST_PAUSE, _FIRST_TRIAL

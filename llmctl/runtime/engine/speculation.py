@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
-from llmctl.runtime.engine.draft_length import Calibration, Costs, DraftLength, Pace, StepTimes, best_length
+from llmctl.runtime.engine.draft_length import Calibration, Costs, DraftLength, StepTimes, best_length
 from llmctl.runtime.engine.drafter import Drafter, Wish
 from llmctl.runtime.engine.sequence import Sequence
 from llmctl.runtime.sampling.rejection import Proposal
@@ -53,14 +53,6 @@ class SpeculationStats:
         return (self.undrafted_s + self.plain_s) / seconds if seconds else None
 
 
-@dataclass
-class _Drafting:
-    """What is known of one sequence."""
-
-    length: DraftLength
-    pace: Pace = field(default_factory=Pace)
-
-
 class Speculation:
     """Drafts tokens for the sequences of one engine.
 
@@ -72,7 +64,7 @@ class Speculation:
     def __init__(self, drafter: Drafter, *, longest: int = LONGEST_DRAFT, fixed: bool = False) -> None:
         self.drafter, self.longest, self._fixed = drafter, longest, fixed
         self.stats = SpeculationStats()
-        self._sequences: dict[Sequence, _Drafting] = {}
+        self._sequences: dict[Sequence, DraftLength] = {}
         self._last_round: dict[Sequence, tuple[int, int]] = {}  # accepted and all tokens
         self._target_times, self._draft_seconds, self._calibration = StepTimes(), StepTimes(), Calibration()
         self._num_decoding, self._since_plain = 1, _PLAIN_EVERY
@@ -92,11 +84,10 @@ class Speculation:
 
     def _wish(self, sequence: Sequence, room: int, costs: Costs) -> Wish | None:
         """What to ask the drafter for."""
-        known = self._of(sequence)
-        length = known.length
-        count = length.choose(costs) if self.drafter.cost else self.longest * length.goes_on(known.pace, costs)
-        if min(room, count) <= 0:
+        length = self._of(sequence)
+        if not length.goes_on(costs) or room <= 0:
             return None
+        count = length.choose(costs) if self.drafter.cost else self.longest
         return Wish(sequence, min(room, count), length.worth(costs, count))
 
     def _propose(self, wishes: list[Wish], costs: Costs) -> None:
@@ -122,9 +113,9 @@ class Speculation:
             self._calibration.skip(draft[0].confidence)
         return count
 
-    def _of(self, sequence: Sequence) -> _Drafting:
+    def _of(self, sequence: Sequence) -> DraftLength:
         if sequence not in self._sequences:
-            self._sequences[sequence] = _Drafting(DraftLength(self.longest, self._fixed))
+            self._sequences[sequence] = DraftLength(self.longest, self._fixed)
         return self._sequences[sequence]
 
     def _costs(self) -> Costs:
@@ -156,7 +147,7 @@ class Speculation:
 
     def record(self, sequence: Sequence, draft: list[Proposal], num_accepted: int, num_tokens: int) -> None:
         """What became of a sequence's draft: so many tokens of it were accepted, the step brought `num_tokens`."""
-        self._of(sequence).length.record(len(draft), num_accepted)
+        self._of(sequence).record(len(draft), num_accepted)
         self._last_round[sequence] = num_accepted, num_tokens
         for place, proposal in enumerate(draft[: num_accepted + 1]):
             self._calibration.record(proposal.confidence, place < num_accepted)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import pytest
 
-from llmctl.runtime.engine.draft_length import Calibration, Costs, Pace, StepTimes, best_length
+from llmctl.runtime.engine.draft_length import Calibration, Costs, DraftLength, Pace, StepTimes, best_length
 from llmctl.runtime.engine.drafter import NgramDrafter, Wish
 from llmctl.runtime.engine.sequence import Sequence
 from llmctl.runtime.sampling.params import SamplingParams
@@ -89,6 +92,70 @@ def test_the_pace_follows_what_steps_brought() -> None:
     for length in range(200, 260):
         pace.arrive(length)  # plain steps
     assert pace.rate == pytest.approx(1.0, rel=0.05)
+
+
+MODEL = Costs.even(0.4, 7)
+
+
+class Text:
+    """One text, written with a draft that costs what MODEL does. spent: plain steps; tokens: written in them."""
+
+    def __init__(self) -> None:
+        self.length, self.spent, self.tokens = DraftLength(7), 0.0, 0
+
+    def write(self, taken: Iterable[int], num_steps: int = 1) -> None:
+        """So many steps. taken: of each that drafts, how many tokens hold."""
+        for would_hold in itertools.islice(itertools.cycle(taken), num_steps):
+            self.length.pace.arrive(self.tokens)
+            drafts = self.length.goes_on(MODEL)
+            count = self.length.choose(MODEL) if drafts else 0
+            accepted = min(would_hold, count)
+            self.length.record(count, accepted)
+            self.length.pace.leave(MODEL.of_round(count))
+            self.spent += MODEL.of_round(count)
+            self.tokens += 1 + accepted
+
+
+def test_a_few_rounds_in_vain_do_not_end_drafting() -> None:
+    text = Text()
+    text.write([0], 4)
+    text.write([3], 8)
+    assert not text.length.is_paused
+    assert text.length.choose(MODEL) > 1
+
+
+def test_drafting_that_loses_pauses_and_is_tried_again_ever_later() -> None:
+    text, trials, was_paused = Text(), [], True
+    for step in range(1200):
+        text.write([0])
+        if was_paused and not text.length.is_paused:
+            trials.append(step)
+        was_paused = text.length.is_paused
+    gaps = [after - before for before, after in itertools.pairwise(trials)]
+    assert len(gaps) == 2
+    assert gaps[1] > 4 * gaps[0]
+
+
+def test_a_draft_that_brings_nothing_costs_little() -> None:
+    text = Text()
+    text.write([0], 512)
+    assert text.tokens == 512
+    assert 1.0 < text.spent / text.tokens < 1.03
+
+
+def test_a_draft_that_pays_after_a_pause_is_trusted_again() -> None:
+    text = Text()
+    while not text.length.is_paused:
+        text.write([0])
+    text.write([5], 60)
+    text.write([0], 2)  # more than a trial may lose
+    assert not text.length.is_paused
+
+
+def test_a_free_draft_never_pauses() -> None:
+    length, free = DraftLength(7), Costs.even(0.001, 7)
+    length.pace.lost = 100.0
+    assert length.goes_on(free)
 
 
 def drafted(ids: list[int], count: int = 4, drafter: NgramDrafter | None = None) -> list[tuple[int, float]]:
