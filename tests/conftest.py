@@ -28,6 +28,11 @@ os.environ |= {"LLMCTL_HOME": str(CACHE / "home"), "HF_HOME": str(CACHE / "huggi
 RunLlmctl = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """scripts/test --all-kernels"""
+    parser.addoption("--all-kernels", action="store_true", help="compile every configuration of the Triton kernels")
+
+
 @pytest.fixture(scope="session")
 def llmctl_script() -> Path:
     """The installed console script."""
