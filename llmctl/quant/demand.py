@@ -34,8 +34,9 @@ def demand_of(weights: ModelWeights, method: Method, calibration: Calibration, *
             trials=_AWQ_TRIALS if method.name == "awq" else 0,
             head=prod(weights.stored(f"{head_module(config)}.weight").shape) if head else 0,
             aimed=aimed,
+            surveyed=list(_surveyed(weights, index)) if aimed else (),
         )
-        for stages in (list(_stages(weights, method, index)) for index in range(config.num_layers))
+        for index, stages in ((index, list(_stages(weights, method, index))) for index in range(config.num_layers))
     ]
     return max(demands, key=lambda demand: demand.layer)
 
@@ -48,8 +49,16 @@ def _stages(weights: ModelWeights, method: Method, layer: int) -> Iterator[list[
 
     for _, stage in itertools.groupby(layer_topology(weights.config, layer), key):
         groups = [_group(weights, layer, one) for one in stage]
-        at_once = len(groups) if method.name == "awq" else GROUPS_AT_ONCE
-        yield from (groups[start : start + at_once] for start in range(0, len(groups), at_once))
+        yield from _parts(groups, len(groups) if method.name == "awq" else GROUPS_AT_ONCE)
+
+
+def _surveyed(weights: ModelWeights, layer: int) -> Iterator[list[Group]]:
+    """The same where a size is aimed at: of all of the layer, in its order."""
+    return _parts([_group(weights, layer, one) for one in layer_topology(weights.config, layer)], GROUPS_AT_ONCE)
+
+
+def _parts(groups: list[Group], at_once: int) -> Iterator[list[Group]]:
+    return (groups[start : start + at_once] for start in range(0, len(groups), at_once))
 
 
 def _group(weights: ModelWeights, layer: int, group: InputGroup) -> Group:

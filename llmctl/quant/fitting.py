@@ -10,13 +10,13 @@ from llmctl.errors import UnsupportedError, UsageError
 from llmctl.kernels.formats.spec import Format
 from llmctl.quant.budget import Assignment, Group, Option, assign
 from llmctl.quant.convert import Plan, PlannedTensor, make_plan, planned_file_bytes
-from llmctl.quant.divergence import Divergence
+from llmctl.quant.divergence import EMBEDDING, Divergence
 from llmctl.quant.head import head_module
 from llmctl.quant.recipe import RECIPES, Recipe
-from llmctl.quant.survey import RoundedWeights, Surveyed, measure, survey, survey_embedding, survey_head
+from llmctl.quant.survey import RoundedWeights, Surveyed, measure, survey, survey_embedding, survey_head, types_for
 from llmctl.quant.walk import Walk
 from llmctl.runtime.models.config import ModelConfig
-from llmctl.runtime.models.topology import layer_topology
+from llmctl.runtime.models.topology import layer_modules
 from llmctl.runtime.models.weights import ModelWeights
 
 _ALIGNMENT = 32
@@ -83,9 +83,10 @@ def fit(
     tell = progress or (lambda what, done, total: None)
     walk = Walk(weights, _some(rows, _SURVEYED_TOKENS), batch_tokens=batch_tokens, lanes=lanes)
     groups = survey(walk, damping, lambda done, total: tell("Losses of all types", done, total))
-    groups.append(survey_head(walk, damping))
-    if not weights.config.tie_word_embeddings:
-        groups.append(survey_embedding(weights, rows))
+    if types_for(weights.config.hidden_size):
+        groups.append(survey_head(walk, damping))
+        if not weights.config.tie_word_embeddings:
+            groups.append(survey_embedding(weights, rows))
     walk.activations.close()
     divergence = Divergence(weights, _some(rows, _PROBED_TOKENS), batch_tokens=batch_tokens, lanes=lanes)
     slopes = measure(groups, walk, divergence, lambda done, total: tell("What losses do", done, total))
@@ -97,25 +98,20 @@ def fit(
 
 
 def _check(plan: Plan, weights: ModelWeights) -> None:
-    """UnsupportedError for models whose matrices are no tensors of their own in the file."""
-    if weights.config.experts is not None:
-        raise UnsupportedError(
-            f"{plan.source.path}: what types are worth to experts is not measured yet, so a size cannot be aimed at; "
-            "--type chooses a mix"
-        )
+    """UnsupportedError for models with matrices that are in no tensor of the file."""
     planned = _by_module(plan, weights)
-    modules = [
-        f"model.layers.{index}.{module}"
-        for index in range(weights.config.num_layers)
-        for group in layer_topology(weights.config, index)
-        for module in group.modules
-    ]
-    missing = [module for module in [*modules, head_module(weights.config)] if module not in planned]
+    missing = [module for module in _modules(weights) if module not in planned]
     if missing:
         raise UnsupportedError(
-            f"{plan.source.path}: {missing[0]} is no tensor of its own in a GGUF file, so a size cannot be aimed at; "
-            "--type chooses a mix"
+            f"{plan.source.path}: {missing[0]} is in no tensor of a GGUF file, so a size cannot be aimed at; --type chooses a mix"
         )
+
+
+def _modules(weights: ModelWeights) -> list[str]:
+    """Whole names of all that gets a type by measurement; an embedding that is not the head does, too."""
+    config = weights.config
+    layers = [f"model.layers.{index}.{name}" for index in range(config.num_layers) for name in layer_modules(config, index)]
+    return [*layers, *dict.fromkeys((head_module(config), EMBEDDING.removesuffix(".weight")))]
 
 
 def _some(rows: Sequence[list[int]], tokens: int) -> list[list[int]]:
@@ -125,13 +121,14 @@ def _some(rows: Sequence[list[int]], tokens: int) -> list[list[int]]:
 
 
 def _by_module(plan: Plan, weights: ModelWeights) -> dict[str, PlannedTensor]:
-    """By whole Hugging Face name of the module."""
-    to_hf = weights.family.gguf_names.to_hf
-    return {(to_hf(tensor.source.name) or "").removesuffix(".weight"): tensor for tensor in plan.tensors}
+    """The tensor that a module is, or that it is stacked in, by whole Hugging Face name of the module."""
+    planned, to_gguf = {tensor.source.name: tensor for tensor in plan.tensors}, weights.family.gguf_names.to_gguf
+    names = {module: to_gguf(f"{module}.weight") for module in _modules(weights)}
+    return {module: planned[name] for module, name in names.items() if name in planned}
 
 
 def _group(one: Surveyed, slope: float, planned: Mapping[str, PlannedTensor]) -> Group:
-    tensors = [planned[name] for name in one.names]
+    tensors = {planned[name].source.name: planned[name] for name in one.names}.values()  # each stack of experts once
     options = []
     for form_name, loss in one.losses.items():
         form = one.formats[form_name]

@@ -5,7 +5,7 @@ it as pages of the file; what the program itself takes; and the activations betw
 runs, on top of that: for every input that is looked at a sum K × K (K channels) on every thread that collects, and what a batch
 has in flight on every thread. While matrices are solved: one sum for each input, one factor K × K of the largest, and the weights
 of the group of matrices that read it, twice. AWQ holds the sums of half a layer twice and the half itself three times, for its
-trials. A size to aim at takes the sums of a whole layer, the text at the entrance of each layer, and the head twice, for it
+trials. A size to aim at takes the sums of up to eight inputs, the text at the entrance of each layer, and the head twice, for it
 compares logits. The embedding is read by rows and does not count; a head that is quantized counts by the bytes of its blocks.
 """
 
@@ -46,7 +46,7 @@ class Demand:
     """layer: elements of the largest layer's matrices. stages: the groups that are collected together, in turn. tokens: of the
     text. longest: of its rows. products: sums K × K are needed. trials: copies of a stage's matrices beside the first, as AWQ
     compares them, with sums for scaled inputs. head: elements of the head if it is quantized, else 0. aimed: numbers that aiming
-    at a size holds beside a layer, 0 where that is not asked for; it looks at a layer in one go."""
+    at a size holds beside a layer, 0 where that is not asked for. surveyed: the groups that it then collects together."""
 
     config: ModelConfig
     layer: int
@@ -57,6 +57,7 @@ class Demand:
     trials: int = 0
     head: int = 0
     aimed: int = 0
+    surveyed: Sequence[Sequence[Group]] = ()
 
 
 def plan_memory(demand: Demand, threads: int, limit: int | None) -> MemoryPlan:
@@ -85,8 +86,8 @@ def _needed(demand: Demand, plan: MemoryPlan) -> int:
     running = plan.lanes * plan.batch_tokens * _in_flight(config)
     most = max(layer + layer // 4 + stage for stage in _stages(demand, plan, running))
     if demand.aimed:
-        every = [group for stage in demand.stages for group in stage]
-        most = max(most, layer + plan.lanes * _sums(every) + running + demand.aimed)
+        sums = max(map(_sums, demand.surveyed))
+        most = max(most, layer + plan.lanes * sums + running + demand.aimed)
     if demand.head:
         most = max(most, 2 * config.hidden_size**2 + demand.head // 4 + running)
     most += layer // 2  # pages of the file, mapped, in two bytes a number

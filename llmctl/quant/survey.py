@@ -2,6 +2,8 @@
 
 One walk through the unrounded model gives the loss of every type, of a sample of each matrix's rows, with errors fed back as
 they will be. How much the output suffers from a loss is measured by rounding the groups of a few layers at a time.
+
+Experts of a layer are stacked in a GGUF file, so they have one type: their losses count by the tokens that chose them.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ from llmctl.quant.budget import Probe, slopes
 from llmctl.quant.divergence import EMBEDDING, Divergence
 from llmctl.quant.grid_gptq import Prepared, Solver, loss, prepare, solve_prepared
 from llmctl.quant.head import head_module, head_rows, head_statistics
+from llmctl.quant.pipeline import GROUPS_AT_ONCE
+from llmctl.quant.statistics import Statistics
 from llmctl.quant.walk import LayerWeights, Walk
 from llmctl.runtime.checkpoint.names import take_rows
-from llmctl.runtime.models.topology import layer_topology
+from llmctl.runtime.models.topology import InputGroup, layer_topology
 from llmctl.runtime.models.weights import ModelWeights
 
 _SAMPLE = 96  # rows of a matrix that stand for all
+_EXPERT_SAMPLE = 12  # at least so many of each where a tensor holds several matrices
 _HEAD_SAMPLE = 1024  # the same of the head
 _ZONES = 12  # parts of the model that are probed apart, each kind of group in each
 _PROBE_BITS = 4.6  # the widest type a probe rounds to: coarse enough to stand out
@@ -35,7 +40,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Surveyed:
-    """Projections of one layer that read the same input. names: whole module names. losses: by type. probe_loss: of the probe."""
+    """Projections of one layer that have one type: those that read the same input, of experts those of all of them.
+
+    names: whole module names. losses: by type, a token of the text. probe_loss: of the probe.
+    """
 
     names: tuple[str, ...]
     layer: int
@@ -50,7 +58,7 @@ class Surveyed:
 
 
 def types_for(columns: int) -> list[Format]:
-    """The types that rows of this length can have, the smallest first."""
+    """The types that rows of this length can have, the smallest first; none if no block divides them."""
     found = [FORMATS[name] for name in GRIDS if not columns % FORMATS[name].elements_per_block]
     return sorted((form for form in found if form.bits_per_weight > _SMALLEST_BITS), key=lambda form: form.bits_per_weight)
 
@@ -63,20 +71,42 @@ def survey(walk: Walk, damping: float, progress: Progress | None = None) -> list
     count = walk.weights.config.num_layers
     for index in range(count):
         layer = walk.layer(index)
-        groups = layer_topology(layer.config, index)
-        statistics = walk.collect(layer, [group.leader for group in groups])
-        for group in groups:
-            hessian = statistics[group.leader].take_hessian().numpy()
-            names = tuple(layer.full(module) for module in group.modules)
-            one = Surveyed(names, index, group.leader)
-            prepared = prepare(hessian, damping)
-            if prepared is not None:
-                _add_losses(one, solver, layer, group.modules, prepared)
-            found.append(one)
+        found += _survey_layer(walk, layer, solver)
         walk.advance(layer)
         if progress is not None:
             progress(index + 1, count)
     return found
+
+
+def _survey_layer(walk: Walk, layer: LayerWeights, solver: Solver) -> list[Surveyed]:
+    groups = [group for group in layer_topology(layer.config, layer.index) if types_for(_columns(layer, group))]
+    tensors = [_tensors(layer, group) for group in groups]
+    found: dict[tuple[str, ...], Surveyed] = {}
+    for start in range(0, len(groups), GROUPS_AT_ONCE):
+        part = slice(start, start + GROUPS_AT_ONCE)
+        statistics = walk.collect(layer, [group.leader for group in groups[part]])
+        for group, key in zip(groups[part], tensors[part], strict=True):
+            one = found.setdefault(key, _blank(layer, group))
+            one.names = (*one.names, *map(layer.full, group.modules))
+            if (seen := statistics.get(group.leader)) is not None:  # else an expert that no token chose
+                sample = max(_EXPERT_SAMPLE, _SAMPLE // tensors.count(key))
+                _add_losses(one, solver, layer, group.modules, seen, seen.count / walk.num_tokens, sample)
+    return list(found.values())
+
+
+def _tensors(layer: LayerWeights, group: InputGroup) -> tuple[str, ...]:
+    """The tensors of a GGUF file that hold the group's matrices."""
+    names = (layer.full(module) + ".weight" for module in group.modules)
+    return tuple(layer.source.family.gguf_names.to_gguf(name) or name for name in names)
+
+
+def _blank(layer: LayerWeights, group: InputGroup) -> Surveyed:
+    """Without any loss: all types are as good where no token comes."""
+    return Surveyed((), layer.index, group.leader, {form.name: 0.0 for form in types_for(_columns(layer, group))})
+
+
+def _columns(layer: LayerWeights, group: InputGroup) -> int:
+    return layer.source.stored(layer.full(group.modules[0]) + ".weight").shape[-1]
 
 
 def survey_head(walk: Walk, damping: float) -> Surveyed:
@@ -107,15 +137,22 @@ def survey_embedding(weights: ModelWeights, rows: Sequence[Sequence[int]]) -> Su
     return Surveyed((EMBEDDING.removesuffix(".weight"),), -1, "embedding", losses, lost(probe_type(table.shape[1])))
 
 
-def _add_losses(one: Surveyed, solver: Solver, layer: LayerWeights, modules: Sequence[str], hessian: Prepared) -> None:
+def _add_losses(
+    one: Surveyed, solver: Solver, layer: LayerWeights, modules: Sequence[str], seen: Statistics, weight: float, sample: int
+) -> None:
+    """seen: of the modules' input, whose products are used up. weight: of the losses. sample: rows of a matrix that are looked
+    at."""
+    prepared = prepare(seen.take_hessian().numpy(), solver.damping)
+    if prepared is None:
+        return
     for module in modules:
-        weight = layer.matrix(module).numpy()
-        rows = np.ascontiguousarray(weight[:: max(1, len(weight) // _SAMPLE)])
-        _add_rows(one, solver, rows, len(weight) / len(rows), hessian)
+        matrix = layer.matrix(module).numpy()
+        rows = np.ascontiguousarray(matrix[:: max(1, len(matrix) // sample)])
+        _add_rows(one, solver, rows, weight * len(matrix) / len(rows), prepared)
 
 
 def _add_rows(one: Surveyed, solver: Solver, rows: np.ndarray, share: float, hessian: Prepared) -> None:
-    """share: matrix rows that each of `rows` stands for."""
+    """share: what the loss of each of `rows` counts, as the matrix rows that it stands for."""
     importance = np.ascontiguousarray(np.diagonal(hessian.raw))
     for form in types_for(rows.shape[1]):
         found = dequantize(solve_prepared(solver, rows, hessian, form, importance))

@@ -355,6 +355,24 @@ def test_bits_a_weight_and_a_plan_for_them(tiny: Path, quantize: Callable[..., d
     assert 5.9 < 8 * sum(entry.nbytes for entry in entries) / sum(int(np.prod(entry.shape)) for entry in entries) <= 6
 
 
+@pytest.mark.parametrize(("family", "method"), [("mixtral", "ptq"), ("qwen3_moe", "gptq"), ("deepseek_v3", "ptq")])
+def test_a_size_decides_the_types_of_experts(
+    tmp_path_factory: pytest.TempPathFactory, quantize: Callable[..., dict[str, Any]], here: Path, family: str, method: str
+) -> None:
+    """The experts of a layer are one tensor in the file, of one type, and it computes what the model does."""
+    sliding = {"use_sliding_window": False, "mlp_only_layers": []} if family == "qwen3_moe" else {}
+    folder = tmp_path_factory.mktemp("sized") / family
+    make_tiny_model(folder, family, tokenizer="bpe", num_hidden_layers=2, **sliding)
+    plain = quantize(folder, "--method", method, "--format", "gguf", "--type", "Q5_0", "-o", "plain.gguf")
+    size = (here / "plain.gguf").stat().st_size + 1000
+    found = quantize(folder, "--method", method, "--format", "gguf", "--target-size", f"{size / 1000}K", "-o", "sized.gguf")
+    assert 0.97 * size < (here / "sized.gguf").stat().st_size <= size
+    assert {module["name"] for module in found["modules"]} == {module["name"] for module in plain["modules"]}
+    entries = {entry.name: entry.format.name for entry in open_checkpoint(here / "sized.gguf").entries()}
+    assert entries["blk.1.ffn_gate_exps.weight"] == entries["blk.1.ffn_up_exps.weight"]
+    assert distance(here / "sized.gguf", folder) < 1.2 * distance(here / "plain.gguf", folder)
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -10,7 +10,7 @@ import pytest
 import torch
 from make_tiny_model import make_tiny_model
 
-from llmctl.errors import UnsupportedError, UsageError
+from llmctl.errors import UsageError
 from llmctl.kernels.formats.codecs import dequantize, quantize
 from llmctl.kernels.formats.spec import FORMATS
 from llmctl.quant import fitting
@@ -176,10 +176,64 @@ def test_the_solved_head_is_closer_than_the_rounded_one(tiny: Callable[..., Path
     assert loss(table, solved, hessian) < 0.8 * loss(table, weighted, hessian)
 
 
-def test_experts_are_refused_with_a_way_out(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "experts", "mixtral", tokenizer="bpe")
-    with pytest.raises(UnsupportedError, match=r"--type chooses a mix"):
-        fitted(folder, Budget(bits_per_weight=5.0))
+EXPERTS = {
+    "mixtral": {},
+    "qwen2_moe": {"norm_topk_prob": False, "use_sliding_window": False, "mlp_only_layers": []},
+    "deepseek_v2": {},
+}
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Tiny models with experts."""
+    root = tmp_path_factory.mktemp("sparse")
+
+    def make(family: str) -> Path:
+        folder = root / family
+        return folder if folder.exists() else make_tiny_model(folder, family, tokenizer="bpe", **EXPERTS[family])
+
+    return make
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_have_one_type_a_tensor_and_the_bytes_are_those_of_the_file(
+    sparse: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    folder = sparse(family)
+    size = sum(planned_file_bytes(make_plan(open_source(folder), RECIPES[name])) for name in ("Q4_0", "Q5_1")) // 2
+    found = fitted(folder, Budget(nbytes=size))
+    assert planned_file_bytes(found.plan) == write(found.plan, tmp_path / "out.gguf").file_bytes <= size
+    assert planned_file_bytes(found.plan) > 0.98 * size
+    chosen = types(found.plan)
+    stacks = [name for name in chosen if "_exps." in name]
+    assert stacks
+    for name in stacks:
+        assert chosen[name] == chosen[name.replace("ffn_up_exps", "ffn_gate_exps")], "fused by runtimes"
+    assert len({chosen[name] for name in chosen if chosen[name] != "F32"}) > 1
+
+
+def test_losses_of_experts_count_by_the_tokens_that_chose_them(sparse: Callable[[str], Path]) -> None:
+    """Of the expert that no token chooses they count nothing, of one that gets all as much as those of any other matrix."""
+    folder = sparse("mixtral")
+    groups, walk = surveyed(folder)
+    config = walk.weights.config
+    one = next(one for one in groups if one.kind.endswith("experts.0.gate_proj"))
+    assert len(one.names) == 2 * config.experts.num_experts
+    assert one.losses["Q4_0"] > one.losses["Q5_0"] > one.losses["Q8_0"] > 0
+    again = Walk(opened(folder), ROWS, **SIZES)
+    again.embed()
+    layer = again.layer(one.layer)
+    leaders = [f"mlp.experts.{number}.gate_proj" for number in range(config.experts.num_experts)]
+    for index in range(one.layer):
+        again.advance(again.layer(index))
+    expected = 0.0
+    for leader, seen in again.collect(layer, leaders).items():
+        hessian = seen.products.numpy()
+        for module in (leader, leader.replace("gate", "up")):
+            weight = layer.matrix(module).numpy()
+            rounded = dequantize(quantize(weight, FORMATS["Q4_0"]))
+            expected += seen.count / again.num_tokens * loss(weight, rounded, hessian)
+    assert 0.3 * expected < one.losses["Q4_0"] < 1.05 * expected  # of a sample of rows, with errors fed back
 
 
 def test_an_embedding_of_its_own_is_weighed_too(tiny: Callable[..., Path]) -> None:
