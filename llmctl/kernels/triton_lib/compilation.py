@@ -1,6 +1,6 @@
 """Kernels compiled for GPUs that are not here, and what the compiled code takes: registers, spills, shared memory, instructions.
 
-Every folder's `_triton*.py` lists its kernels in `kernel_cases()`. A kernel that is interpreted cannot be compiled: the process
+Every `_triton*.py` lists its kernels in `kernel_cases()`. A kernel that is interpreted cannot be compiled: the process
 must not have TRITON_INTERPRET set.
 """
 
@@ -83,7 +83,7 @@ def kernel_cases() -> list[Case]:
 def _modules() -> Iterator[Any]:
     """Every module beside a contract that lists kernels."""
     root = Path(__file__).parents[1]
-    for path in sorted(root.glob("*/_triton*.py")):
+    for path in sorted([*root.glob("_triton*.py"), *root.glob("*/_triton*.py")]):
         module = importlib.import_module(".".join(("llmctl.kernels", *path.relative_to(root).with_suffix("").parts)))
         if hasattr(module, "kernel_cases") and module.kernel_cases.__module__ == module.__name__:
             yield module

@@ -7,8 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from llmctl.kernels import _triton_elementwise as elementwise
+from llmctl.kernels._reference import ReferenceOps
+from llmctl.kernels.layer_norm import _reference as layer_reference
+from llmctl.kernels.layer_norm import _triton as layer_triton
 from llmctl.kernels.rms_norm import _reference as rms_reference
 from llmctl.kernels.rms_norm import _triton as rms_triton
+from llmctl.kernels.swiglu import ACTIVATIONS, GATED_ACTIVATIONS
+from llmctl.kernels.swiglu import _reference as swiglu_reference
+from llmctl.kernels.swiglu import _triton as swiglu_triton
 
 Guard = Callable[[torch.Tensor], torch.Tensor]
 DTYPES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -39,3 +46,55 @@ def test_every_head_has_its_own_weight(guarded: Guard) -> None:
 
 def test_no_rows_are_no_launch() -> None:
     assert rms_triton.rms_norm(torch.empty(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layer_norm_is_the_reference(dtype: torch.dtype, has_bias: bool, guarded: Guard) -> None:
+    x, weight, bias = (torch.randn(3, 100) + 2).to(dtype), torch.randn(100), torch.randn(100) if has_bias else None
+    y = layer_triton.layer_norm(guarded(x), guarded(weight), None if bias is None else guarded(bias), 1e-5)
+    tolerance = 2 * DTYPES[dtype]
+    torch.testing.assert_close(y, layer_reference.layer_norm(x, weight, bias, 1e-5), rtol=tolerance, atol=tolerance)
+
+
+def test_layer_norm_of_heads_has_a_weight_for_each(guarded: Guard) -> None:
+    x, weight = torch.randn(2, 3, 16), torch.randn(3, 16)
+    y = layer_triton.layer_norm(guarded(x), guarded(weight), None, 1e-5)
+    torch.testing.assert_close(y, layer_reference.layer_norm(x, weight, None, 1e-5), rtol=4e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("name", GATED_ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_activation_is_the_reference(name: str, dtype: torch.dtype, guarded: Guard) -> None:
+    gate, up = (6 * torch.randn(3, 700)).to(dtype), (6 * torch.randn(3, 700)).to(dtype)
+    y = swiglu_triton.gated_activation(guarded(gate), guarded(up), name)
+    expected = swiglu_reference.gated_activation(gate.double(), up.double(), name).to(dtype)
+    largest = float((gate.double() * up.double()).abs().max())  # what cancels in 1 + erf is as wrong as that
+    torch.testing.assert_close(y, expected, rtol=2 * DTYPES[dtype], atol=max(2 * DTYPES[dtype], largest * 2**-24))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_is_the_reference(name: str, guarded: Guard) -> None:
+    x = 6 * torch.randn(3, 700)
+    y = swiglu_triton.activation(guarded(x), name)
+    torch.testing.assert_close(y, swiglu_reference.activation(x, name), rtol=4e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softcap_gated_and_growth_are_the_reference(dtype: torch.dtype, guarded: Guard) -> None:
+    x, gate = (40 * torch.randn(3, 5, 300)).to(dtype), torch.randn(3, 1).to(dtype)
+    positions = torch.tensor([0, 8191, 70000])
+    pairs = [
+        (elementwise.softcap(guarded(x), 30.0), ReferenceOps.softcap(x.float(), 30.0)),
+        (elementwise.gated(guarded(x[:, 0]), guarded(gate)), ReferenceOps.gated(x[:, 0].float(), gate.float())),
+        (elementwise.growth(guarded(x), guarded(positions), 0.1, 8192), ReferenceOps.growth(x.float(), positions, 0.1, 8192)),
+    ]
+    for y, expected in pairs:
+        torch.testing.assert_close(y, expected.to(dtype), rtol=2 * DTYPES[dtype], atol=2 * DTYPES[dtype])
+
+
+def test_nothing_is_done_for_no_numbers() -> None:
+    none = torch.empty(0, 8)
+    assert swiglu_triton.gated_activation(none, none, "silu").shape == (0, 8)
+    assert layer_triton.layer_norm(none, torch.ones(8), None, 1e-5).shape == (0, 8)
+    assert elementwise.softcap(none, 3.0).shape == elementwise.gated(none, none[:, :1]).shape == (0, 8)

@@ -18,6 +18,11 @@ _POISON = {torch.bool: True, torch.uint8: 0xA5, torch.int8: -91, torch.int16: -2
 _POISON |= {torch.int64: -6510615555426900571}
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """What a GPU computes without a word, numpy warns of: exp of a large number is infinity."""
+    config.addinivalue_line("filterwarnings", "ignore:overflow encountered in exp:RuntimeWarning")
+
+
 def pytest_collection_modifyitems() -> None:
     """Kernels are defined for the interpreter or for a GPU, once in a process."""
     if os.environ.get("TRITON_INTERPRET") != "1":
