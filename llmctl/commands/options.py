@@ -12,8 +12,8 @@ import typer
 
 from llmctl.commands import console
 
-Backend = Literal["auto", "native", "reference"]
-Device = Literal["cpu", "cuda"]
+Backend = Literal["auto", "native", "triton", "reference"]
+Device = Literal["auto", "cpu", "cuda"]
 Activations = Literal["int8", "float"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -91,14 +91,22 @@ CtxSizeOption = Annotated[
     int | None,
     typer.Option("--ctx-size", "-c", min=1, help="Context length in tokens.", show_default="the model's own"),
 ]
-DeviceOption = Annotated[Device, typer.Option("--device", help="Where the model runs.")]
+DeviceOption = Annotated[Device, typer.Option("--device", help="Where the model runs. auto: on CUDA where torch sees it.")]
 BackendOption = Annotated[
     Backend,
-    typer.Option("--backend", help="Which kernels compute: C++ ones or the reference in torch. auto: the first that is there."),
+    typer.Option(
+        "--backend",
+        help="Which kernels compute: C++ ones on a CPU, Triton's on a GPU, or the reference in torch. auto: the first that fits.",
+    ),
 ]
 DtypeOption = Annotated[
-    Dtype,
-    typer.Option("--dtype", case_sensitive=False, help="Number type the reference backend computes in; native: float32 only."),
+    Dtype | None,
+    typer.Option(
+        "--dtype",
+        case_sensitive=False,
+        help="Number type the triton and reference backends compute in; native: float32 only.",
+        show_default="triton bfloat16, else float32",
+    ),
 ]
 KV_TYPE_SYNTAX = "f16|bf16|q8_0|q5_1|q4_0|fp8|f32 or k=TYPE,v=TYPE"
 KvTypeOption = Annotated[
@@ -107,7 +115,7 @@ KvTypeOption = Annotated[
         "--kv-type",
         metavar=KV_TYPE_SYNTAX,
         help="What the KV cache is kept in; keys and values may differ.",
-        show_default="native bf16 where the processor multiplies it, else f16; reference f32",
+        show_default="native bf16 where the processor multiplies it, else f16; triton bf16; reference f32",
     ),
 ]
 KvPolicyOption = Annotated[
@@ -135,7 +143,7 @@ ActivationsOption = Annotated[
     typer.Option(
         "--activations",
         case_sensitive=False,
-        help="What the native backend multiplies quantized weights with: int8 is fast, float exact.",
+        help="What the native and triton backends multiply quantized weights with: int8 is fast, float exact.",
         show_default="int8",
     ),
 ]

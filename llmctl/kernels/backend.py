@@ -5,22 +5,29 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 
 from llmctl.errors import UnsupportedError, UsageError
 from llmctl.kernels.formats.spec import FORMATS
-from llmctl.kernels.kv_types import KV_TYPES, parse_kv_type
+from llmctl.kernels.kv_types import KV_TYPES, parse_kv_type, sides_of
 from llmctl.kernels.native import instruction_set, why_missing
 from llmctl.kernels.ops import Ops
 
-BACKENDS = ("native", "reference")
+BACKENDS = ("native", "triton", "reference")
 AUTO = "auto"
+DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("int8", "float")
-_USUAL_KV_TYPES = {"native": "f16", "reference": "f32"}
+_USUAL_KV_TYPES = {"native": "f16", "triton": "bf16", "reference": "f32"}
+_USUAL_DTYPES = {"native": "float32", "triton": "bfloat16", "reference": "float32"}
+TRITON_KV_TYPES = ("f32", "f16", "bf16", "q8_0", "fp8")
+LEAST_CAPABILITY = (8, 0)
+"""Of a GPU whose kernels are compiled and checked; older ones have no bfloat16."""
 MOST_THREADS = max(256, os.cpu_count() or 1)
 """A thread pool that cannot be made ends the process: OpenMP aborts, with no error to catch."""
 MAX_HEAD_DIM = 576
-"""Of the native backend."""
+"""Of the native and the triton backend."""
+_DRIVERS = ("/proc/driver/nvidia/version", "/dev/dxg")  # the second is that of Linux under Windows
 _WEIGHT_OPS = ("linear", "head_linear", "embedding", "moe")
 _PLAIN_OPS = ("rms_norm", "layer_norm", "rotary", "activation", "gated_activation")
 _CACHE_OPS = ("store_kv", "attention")
@@ -29,7 +36,7 @@ _CACHE_OPS = ("store_kv", "attention")
 @dataclass(frozen=True)
 class Compute:
     """How a model is computed, nothing left open. activations: None where the backend has no such choice. fallback: why the
-    native backend, which auto would have chosen, cannot be had."""
+    native or the triton backend, which auto would have chosen, cannot be had."""
 
     backend: str
     device: str
@@ -53,26 +60,63 @@ class Capability:
 def choose_compute(
     backend: str = AUTO,
     device: str = "cpu",
-    dtype: str = "float32",
+    dtype: str | None = None,
     kv_type: str | None = None,
     activations: str | None = None,
 ) -> Compute:
-    """Settle what was left open. "auto": the native backend on a CPU; where it cannot be had, or on another device, the
-    reference.
+    """Settle what was left open. Device "auto": CUDA where torch sees it. Backend "auto": native on a CPU, triton on CUDA; where
+    that cannot be had the reference. dtype: None for the backend's own.
 
     Errors: UsageError for what a backend does not have, or a backend that is not there.
     """
     if backend not in (AUTO, *BACKENDS):
         raise UsageError(f"unknown backend {backend!r}; expected {AUTO} or one of {', '.join(BACKENDS)}")
-    if dtype not in DTYPES:
+    if dtype not in (None, *DTYPES):
         raise UsageError(f"unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
+    device = _choose_device(backend, device)
     chosen, fallback = _choose_backend(backend, device)
-    kv_type = default_kv_type(chosen) if kv_type is None else parse_kv_type(kv_type)
-    if chosen == "native":
-        return Compute(chosen, device, _native_dtype(dtype), kv_type, _native_activations(activations))
-    if activations is not None:
-        raise UsageError(f"--activations {activations}: the {chosen} backend has no such choice, only native has")
-    return Compute(chosen, device, dtype, kv_type, fallback=fallback)
+    kv_type = kv_type and parse_kv_type(kv_type)
+    if chosen == "triton" and (reason := _why_not_kept(kv_type)):
+        if backend == "triton":
+            raise UsageError(reason)
+        chosen, fallback = "reference", reason
+    kv_type, dtype = kv_type or default_kv_type(chosen), dtype or _USUAL_DTYPES[chosen]
+    if chosen == "reference":
+        if activations is not None:
+            raise UsageError(f"--activations {activations}: the reference backend has no such choice, native and triton have")
+        return Compute(chosen, device, dtype, kv_type, fallback=fallback)
+    dtype = _native_dtype(dtype) if chosen == "native" else dtype
+    return Compute(chosen, device, dtype, kv_type, _known_activations(activations))
+
+
+def _why_not_kept(kv_type: str | None) -> str | None:
+    """Why the triton backend's cache is not kept in this type."""
+    if kv_type is None or {*sides_of(kv_type)} <= {*TRITON_KV_TYPES}:
+        return None
+    return f"--kv-type {kv_type}: the triton backend keeps {', '.join(TRITON_KV_TYPES)}; native and reference keep it"
+
+
+def _choose_device(backend: str, device: str) -> str:
+    """One of DEVICES. Looks at CUDA only where a driver is loaded: that takes torch."""
+    if device not in (AUTO, *DEVICES):
+        raise UsageError(f"unknown device {device!r}; expected {AUTO} or one of {', '.join(DEVICES)}")
+    if device != AUTO:
+        return device
+    return "cuda" if backend != "native" and not interprets_triton() and sees_cuda() else "cpu"
+
+
+def sees_cuda() -> bool:
+    """Whether there is a CUDA device torch can use; torch is imported only where a driver is loaded."""
+    if not any(Path(path).exists() for path in _DRIVERS):
+        return False
+    from llmctl.kernels._reference_devices import cuda_devices
+
+    return bool(cuda_devices())
+
+
+def interprets_triton() -> bool:
+    """Whether Triton kernels run in triton's interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def default_kv_type(backend: str) -> str:
@@ -84,11 +128,16 @@ def default_kv_type(backend: str) -> str:
 
 
 def _choose_backend(backend: str, device: str) -> tuple[str, str | None]:
-    """One of BACKENDS that can be used on the device, and why it is not the native one where that was wanted."""
-    if backend == "reference" or (backend == AUTO and device != "cpu"):
+    """One of BACKENDS that can be used on the device, and why it is not the one that auto would take."""
+    if backend == "reference":
         return "reference", None
+    if backend == "triton" or (backend == AUTO and device != "cpu"):
+        reason = _why_no_triton(device)
+        if reason is not None and backend == "triton":
+            raise UsageError(f"--backend triton: {reason}")
+        return ("reference" if reason else "triton"), reason
     if device != "cpu":
-        raise UsageError(f"the native backend computes on the CPU, not on {device}: --backend reference does")
+        raise UsageError(f"the native backend computes on the CPU, not on {device}: --backend triton and reference do")
     missing = why_missing()
     if missing is None:
         instruction_set()  # what LLMCTL_ISA says is settled now
@@ -98,13 +147,29 @@ def _choose_backend(backend: str, device: str) -> tuple[str, str | None]:
     return "reference", missing
 
 
+def _why_no_triton(device: str) -> str | None:
+    """Why the triton backend cannot be used on a device, None where it can. Asks CUDA, where one is meant."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if device == "cpu":
+        return None if interprets_triton() else "it computes on CUDA devices; TRITON_INTERPRET=1 lets it run on a CPU, to test it"
+    if interprets_triton():
+        return "TRITON_INTERPRET=1 is set: its kernels run on the CPU"
+    from llmctl.kernels._reference_devices import cuda_devices
+
+    found = cuda_devices()
+    too_old = found and tuple(map(int, found[0].compute_capability.split("."))) < LEAST_CAPABILITY
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    return f"{found[0].name} has compute capability {found[0].compute_capability}, {least} is needed" if too_old else None
+
+
 def _native_dtype(dtype: str) -> str:
     if dtype != "float32":
-        raise UsageError(f"the native backend computes in float32: --dtype {dtype} needs --backend reference")
+        raise UsageError(f"the native backend computes in float32: --dtype {dtype} needs --backend triton or reference")
     return dtype
 
 
-def _native_activations(activations: str | None) -> str:
+def _known_activations(activations: str | None) -> str:
     if activations not in (None, *ACTIVATIONS):
         raise UsageError(f"unknown activations {activations!r}; expected one of {', '.join(ACTIVATIONS)}")
     return activations or ACTIVATIONS[0]
@@ -115,10 +180,10 @@ def fit_head_dim(compute: Compute, head_dim: int, *choices: str | None) -> Compu
 
     choices: those that `choose_compute` made it of. UnsupportedError where the user asked for the backend.
     """
-    if compute.backend != "native" or head_dim <= MAX_HEAD_DIM:
+    if compute.backend == "reference" or head_dim <= MAX_HEAD_DIM:
         return compute
-    reason = f"the native backend has attention for heads of 1 to {MAX_HEAD_DIM} numbers, this model's have {head_dim}"
-    if choices[:1] == ("native",):
+    reason = f"the {compute.backend} backend has attention for heads of 1 to {MAX_HEAD_DIM} numbers, this model's have {head_dim}"
+    if choices[:1] == (compute.backend,):
         raise UnsupportedError(f"{reason}: --backend reference computes it")
     return replace(choose_compute("reference", *choices[1:]), fallback=reason)
 
@@ -131,6 +196,10 @@ def make_ops(compute: Compute, threads: int) -> Ops:
         from llmctl.kernels._native import NativeOps
 
         return NativeOps(threads, compute.activations)
+    if compute.backend == "triton":
+        from llmctl.kernels._triton import TritonOps
+
+        return TritonOps(compute.device, compute.dtype, threads, compute.activations)
     from llmctl.kernels._reference import ReferenceOps
 
     return ReferenceOps(compute.device, compute.dtype, threads)
@@ -141,6 +210,7 @@ def capabilities() -> list[Capability]:
     torch = find_spec("torch") is not None
     return [
         *_table("native", ("F32",), *_native_state()),
+        *_table("triton", ("F32", "F16", "BF16"), *_triton_state(), TRITON_KV_TYPES),
         *_table("reference", ("F32", "F16", "BF16"), torch, "torch on CPU or CUDA" if torch else "torch is not installed"),
     ]
 
@@ -156,9 +226,22 @@ def _native_state() -> tuple[bool, str]:
         return False, str(error)
 
 
-def _table(backend: str, numbers: tuple[str, ...], available: bool, reason: str) -> list[Capability]:
-    """The rows of one backend. numbers: what it computes in."""
+def _triton_state() -> tuple[bool, str]:
+    """Whether the triton backend could be used as far as can be seen without torch, and on what or why not."""
+    if find_spec("triton") is None or find_spec("torch") is None:
+        return False, "triton or torch is not installed"
+    if interprets_triton():
+        return True, "interpreted on the CPU (TRITON_INTERPRET=1), to test it"
+    if not any(Path(path).exists() for path in _DRIVERS):
+        return False, "no NVIDIA driver is loaded"
+    return True, "on CUDA; a format without a kernel is unpacked to --dtype when it is loaded"
+
+
+def _table(
+    backend: str, numbers: tuple[str, ...], available: bool, reason: str, kv_types: tuple[str, ...] = KV_TYPES
+) -> list[Capability]:
+    """The rows of one backend. numbers: what it computes in. kv_types: what its pages are kept in."""
     weights = tuple(name for name, f in FORMATS.items() if not (f.is_plain and name.startswith("I")))
-    pages = tuple(name.upper() for name in KV_TYPES)
+    pages = tuple(name.upper() for name in kv_types)
     formats = dict.fromkeys(_WEIGHT_OPS, weights) | dict.fromkeys(_PLAIN_OPS, numbers) | dict.fromkeys(_CACHE_OPS, pages)
     return [Capability(op, backend, names, available, reason) for op, names in formats.items()]

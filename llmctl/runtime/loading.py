@@ -135,7 +135,7 @@ def open_model(
     *,
     backend: str = "reference",
     device: str = "cpu",
-    dtype: str = "float32",
+    dtype: str | None = None,
     kv_type: str | None = None,
     activations: str | None = None,
     ctx_size: int | None = None,

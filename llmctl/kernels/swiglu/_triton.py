@@ -49,7 +49,7 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
     if ACTIVATION == "clamped_swiglu":
         gate = tl.minimum(gate, _LIMIT)
         up = tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT)
-        return (up + 1.0) * gate * tl.sigmoid(_ALPHA * gate)
+        return (up + 1.0) * gate * tl.sigmoid(gate * _ALPHA)
     else:
         return activated(gate, ACTIVATION) * up
 
