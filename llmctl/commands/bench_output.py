@@ -43,11 +43,11 @@ class Markdown:
 
     def _begin(self, row: Row) -> None:
         """A negative width aligns to the left."""
-        from llmctl.kernels.backend import default_kv_type
+        from llmctl.kernels.backend import default_dtype, default_kv_type
 
         self._columns = [("model", -30), ("size", 10), ("params", 10), ("backend", -10), ("threads", 7)]
         kv_type = default_kv_type(row["backends"])
-        usual = {"dtype": "float32", "type_k": kv_type, "type_v": kv_type}
+        usual = {"dtype": default_dtype(row["backends"]), "type_k": kv_type, "type_v": kv_type}
         self._columns += [(name, -8) for name, value in usual.items() if row[name] != value]
         self._columns += [("kv_policy", -20)] if row["kv_policy"] != "full" else []
         self._columns += [("activations", -11)] if row["activations"] == "float" else []

@@ -1,7 +1,7 @@
 """The Triton backend: kernels on a GPU, or under triton's interpreter on the CPU (TRITON_INTERPRET=1).
 
-Arrays are torch tensors, as in the reference, whose plumbing it shares. Two kinds of results are put off until it is known who
-reads them: a sum is written by the norm that reads it, in one kernel (`_Sum`).
+Arrays are torch tensors, as in the reference, whose plumbing it shares. A sum is put off until it is known who
+reads it: a norm writes it in the same kernel (`_Sum`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.attention._triton import attention
 from llmctl.kernels.attention._triton_batch import to_device
 from llmctl.kernels.layer_norm._triton import layer_norm
+from llmctl.kernels.linear._triton import TritonWeight, dequantized, linear, prepare_weight
 from llmctl.kernels.rms_norm._triton import add_rms_norm, rms_norm
 from llmctl.kernels.store_kv import _triton_pages as pages_of
 from llmctl.kernels.store_kv._triton import store_kv
@@ -66,10 +67,13 @@ class TritonOps(ReferenceOps):
         device = device or usual_device()
         if interpreting() != (device == "cpu"):
             raise UnsupportedError(
-                f"Triton kernels run on {usual_device()} here, not on {device}: TRITON_INTERPRET=1 means its interpreter, on the CPU"
+                f"Triton kernels run on {usual_device()} here, not on {device} (TRITON_INTERPRET=1: interpreted, on the CPU)"
             )
         super().__init__(device, dtype, threads)
         self.activations = activations
+
+    def prepare_weight(self, weight: np.ndarray | QuantTensor | PackedIntTensor) -> TritonWeight:
+        return prepare_weight(weight, self.device, self._torch_dtype, self.activations)
 
     def kv_pages(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str, latent: int = 0
@@ -122,8 +126,12 @@ class TritonOps(ReferenceOps):
         return elementwise.gated(_now(x), gate)
 
     @staticmethod
-    def linear(x: Rows, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return ReferenceOps.linear(_now(x), weight, bias)
+    def linear(x: Rows, weight: TritonWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(_now(x), weight, bias)
+
+    @staticmethod
+    def embedding(token_ids: torch.Tensor, table: TritonWeight, scale: float = 1.0) -> torch.Tensor:
+        return ReferenceOps.embedding(token_ids, dequantized(table, torch.float32).T, scale)
 
     @staticmethod
     def moe(x: Rows, *choices: Any) -> torch.Tensor:

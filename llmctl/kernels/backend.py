@@ -80,7 +80,7 @@ def choose_compute(
         if backend == "triton":
             raise UsageError(reason)
         chosen, fallback = "reference", reason
-    kv_type, dtype = kv_type or default_kv_type(chosen), dtype or _USUAL_DTYPES[chosen]
+    kv_type, dtype = kv_type or default_kv_type(chosen), dtype or default_dtype(chosen)
     if chosen == "reference":
         if activations is not None:
             raise UsageError(f"--activations {activations}: the reference backend has no such choice, native and triton have")
@@ -125,6 +125,11 @@ def default_kv_type(backend: str) -> str:
     if backend == "native" and instruction_set().endswith(("(amx)", "(avx512bf16)")):
         return "bf16"
     return _USUAL_KV_TYPES[backend]
+
+
+def default_dtype(backend: str) -> str:
+    """What a backend computes in for those who ask for nothing."""
+    return _USUAL_DTYPES[backend]
 
 
 def _choose_backend(backend: str, device: str) -> tuple[str, str | None]:

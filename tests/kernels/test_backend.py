@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llmctl.errors import UnsupportedError, UsageError
-from llmctl.kernels import backend, native
+from llmctl.kernels import _reference_devices, backend, native
 from llmctl.kernels.backend import (
     MOST_THREADS,
     Compute,
@@ -48,25 +48,81 @@ def test_auto_falls_back_with_the_reason_and_native_does_not(here: Here) -> None
         choose_compute("native")
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a GPU of this compute capability into the machine, with its driver."""
+
+    def put(capability: str) -> None:
+        device = _reference_devices.CudaDevice(0, "card", capability, 1 << 34)
+        monkeypatch.setattr(_reference_devices, "cuda_devices", lambda: [device])
+        monkeypatch.setattr(backend, "_DRIVERS", (__file__,))
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    return put
+
+
 @pytest.mark.parametrize("missing", [None, "no compiler"])
-def test_another_device_means_the_reference_whatever_is_missing(here: Here, missing: str | None) -> None:
+def test_cuda_means_triton_whatever_is_missing(here: Here, gpu: Callable[[str], None], missing: str | None) -> None:
     here(missing)
-    assert choose_compute(device="cuda", dtype="bfloat16") == Compute("reference", "cuda", "bfloat16", "f32")
+    gpu("9.0")
+    assert choose_compute(device="cuda") == Compute("triton", "cuda", "bfloat16", "bf16", "int8")
+    assert choose_compute("triton", "auto", "float16", "q8_0", "float") == Compute("triton", "cuda", "float16", "q8_0", "float")
+    assert choose_compute("reference", "cuda", "bfloat16") == Compute("reference", "cuda", "bfloat16", "f32")
     with pytest.raises(UsageError, match="not on cuda"):
         choose_compute("native", "cuda")
+
+
+def test_auto_is_the_gpu_where_there_is_one(here: Here, gpu: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    here(None)
+    assert choose_compute(device="auto").device == "cpu"
+    gpu("8.0")
+    assert choose_compute(device="auto").backend == "triton"
+    assert choose_compute("native", "auto").device == "cpu"
+    monkeypatch.setattr(_reference_devices, "cuda_devices", list)
+    assert choose_compute(device="auto") == choose_compute()
+
+
+def test_without_a_driver_torch_is_not_even_asked() -> None:
+    code = "import sys\nfrom llmctl.kernels.backend import choose_compute\nchoose_compute(device='auto')"
+    code += "\nsys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_triton_cannot_do_the_reference_does_with_the_reason(here: Here, gpu: Callable[[str], None]) -> None:
+    here(None)
+    gpu("9.0")
+    kept = choose_compute(device="cuda", kv_type="k=q8_0,v=q4_0")
+    assert (kept.backend, kept.device) == ("reference", "cuda")
+    assert "v=q4_0: the triton backend keeps f32" in kept.fallback
+    gpu("7.5")
+    assert "card has compute capability 7.5, 8.0 is needed" in choose_compute(device="cuda").fallback
+    with pytest.raises(UsageError, match=r"--backend triton: card has compute capability 7.5"):
+        choose_compute("triton", "cuda")
+
+
+def test_triton_on_a_cpu_is_the_interpreter(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    here(None)
+    with pytest.raises(UsageError, match=r"--backend triton: it computes on CUDA.*TRITON_INTERPRET=1"):
+        choose_compute("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose_compute("triton", "auto") == Compute("triton", "cpu", "bfloat16", "bf16", "int8")
+    with pytest.raises(UsageError, match="--backend triton: TRITON_INTERPRET=1 is set"):
+        choose_compute("triton", "cuda")
+    assert [c.available for c in capabilities() if c.backend == "triton"] == [True] * 11
 
 
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
-        ({"backend": "vulkan"}, "'vulkan'.*auto.*native, reference"),
+        ({"backend": "vulkan"}, "'vulkan'.*auto.*native, triton, reference"),
+        ({"device": "tpu"}, "unknown device 'tpu'; expected auto or one of cpu, cuda"),
+        ({"backend": "triton", "kv_type": "q4_0"}, "--backend triton: it computes on CUDA"),
         ({"dtype": "int3"}, "'int3'.*float32"),
-        ({"dtype": "bfloat16"}, "float32: --dtype bfloat16 needs --backend reference"),
+        ({"dtype": "bfloat16"}, "float32: --dtype bfloat16 needs --backend triton or reference"),
         ({"kv_type": "q4_1"}, "q4_1: there is no such cache type; expected f32, .*q4_0, or one for each side"),
         ({"kv_type": "k=q8_0", "backend": "reference"}, "one for each side: k=q8_0,v=q4_0"),
         ({"activations": "int4"}, "'int4'.*int8, float"),
-        ({"activations": "int8", "backend": "reference"}, "--activations int8.*only native"),
-        ({"activations": "float", "device": "cuda"}, "--activations float.*only native"),
+        ({"activations": "int8", "backend": "reference"}, "--activations int8.*the reference backend has no such choice"),
     ],
 )
 def test_what_a_backend_does_not_have_is_a_usage_error(here: Here, choices: dict[str, str], words: str) -> None:
