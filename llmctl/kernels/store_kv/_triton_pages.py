@@ -55,11 +55,6 @@ class TritonSide:
         return self.numbers.view(torch.uint8)
 
     @property
-    def stored(self) -> torch.Tensor:
-        """`numbers` as store_row takes them: e4m3 always as bytes."""
-        return self.numbers.view(torch.uint8) if self.numbers.dtype == torch.float8_e4m3fn else self.numbers
-
-    @property
     def parts(self) -> Iterator[torch.Tensor]:
         """The tensors of it, as bytes [slots, num_kv_heads, …]."""
         return (part.view(torch.uint8) for part in (self.numbers, self.scales) if part is not None)

@@ -48,10 +48,11 @@ def load_rows(
     if codes.dtype.element_ty == tl.int8:
         block = tl.arange(0, BLOCK // _PER_SCALE)
         element = tl.arange(0, _PER_SCALE)
-        wanted = seen[:, None] & (block * _PER_SCALE < WIDTH)[None, :]
-        at = (rows * STRIDE + first)[:, None] + (block * _PER_SCALE)[None, :]
-        scale = tl.load(scales + at // _PER_SCALE, mask=wanted, other=0.0)
-        code = tl.load(codes + (at[:, :, None] + element[None, None, :]), mask=wanted[:, :, None], other=0)
+        wanted = seen[:, None] & (block < WIDTH // _PER_SCALE)[None, :]
+        at = (rows * (STRIDE // _PER_SCALE) + first // _PER_SCALE)[:, None] + block[None, :]
+        scale = tl.load(scales + at, mask=wanted, other=0.0)
+        at = (rows * STRIDE + first)[:, None, None] + (block * _PER_SCALE)[None, :, None] + element[None, None, :]
+        code = tl.load(codes + at, mask=wanted[:, :, None], other=0)
         return tl.reshape(code.to(DOT) * scale.to(DOT)[:, :, None], (rows.shape[0], BLOCK))
     else:
         column = tl.arange(0, BLOCK)
@@ -64,30 +65,33 @@ def load_rows(
 
 
 @triton.jit
-def store_row(codes, scales, row, values, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write float32 values [BLOCK] as the row of this number, of which STRIDE are in the page."""
+def store_rows(codes, scales, rows, kept, values, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Write float32 values [N, BLOCK], of which STRIDE are in the page, as the rows [N] of these numbers where `kept`."""
     column = tl.arange(0, BLOCK)
-    at = row * STRIDE + column
-    kept = column < STRIDE
+    at = rows[:, None] * STRIDE + column[None, :]
+    wanted = kept[:, None] & (column < STRIDE)[None, :]
     if codes.dtype.element_ty == tl.int8:
-        _store_codes(codes, scales, at, kept, tl.where(kept, values, 0.0), BLOCK)
+        _store_codes(codes, scales, rows, kept, tl.where((column < STRIDE)[None, :], values, 0.0), STRIDE, BLOCK)
     elif codes.dtype.element_ty == tl.uint8:
-        tl.store(codes + at, encode_e4m3(values), mask=kept)
+        tl.store(codes + at, encode_e4m3(values), mask=wanted)
     else:
-        tl.store(codes + at, narrow(values, codes.dtype.element_ty), mask=kept)
+        tl.store(codes + at, narrow(values, codes.dtype.element_ty), mask=wanted)
 
 
 @triton.jit
-def _store_codes(codes, scales, at, kept, values, BLOCK: tl.constexpr):
-    """As blocks of q8_0: d = absmax / 127, codes x / d rounded half away from zero; NaN throughout where one is not finite."""
-    finite = tl.min(tl.where(tl.abs(values) < float("inf"), 1, 0), 0) == 1
-    blocks = tl.reshape(tl.where(finite, values, 0.0), (BLOCK // _PER_SCALE, _PER_SCALE))
-    scale = tl.div_rn(tl.max(tl.abs(blocks), 1), 127.0)
+def _store_codes(codes, scales, rows, kept, values, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """As blocks of q8_0: d = absmax / 127, codes x / d rounded half away from zero; a row with a number that is not finite is NaN
+    throughout."""
+    COUNT: tl.constexpr = BLOCK // _PER_SCALE
+    finite = tl.min(tl.where(tl.abs(values) < float("inf"), 1, 0), 1) == 1
+    blocks = tl.reshape(tl.where(finite[:, None], values, 0.0), (rows.shape[0], COUNT, _PER_SCALE))
+    scale = tl.div_rn(tl.max(tl.abs(blocks), 2), 127.0)
     inverse = tl.where(scale > 0, tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
-    steps = tl.reshape(blocks * inverse[:, None], (BLOCK,))
-    code = tl.where(steps < 0, -tl.floor(0.5 - steps), tl.floor(steps + 0.5)).to(tl.int8)
-    tl.store(codes + at, tl.where(finite, code, -1).to(tl.int8), mask=kept)
-    starts = tl.reshape(at, (BLOCK // _PER_SCALE, _PER_SCALE))
-    first = tl.min(starts, 1)
-    has = tl.max(tl.reshape(kept.to(tl.int32), (BLOCK // _PER_SCALE, _PER_SCALE)), 1) == 1
-    tl.store(scales + first // _PER_SCALE, tl.where(finite, scale, float("nan")).to(tl.float16), mask=has)
+    steps = blocks * inverse[:, :, None]
+    code = tl.where(steps < 0, -tl.floor(0.5 - steps), tl.floor(steps + 0.5))
+    block = tl.arange(0, COUNT)
+    wanted = kept[:, None] & (block < STRIDE // _PER_SCALE)[None, :]
+    at = rows[:, None] * (STRIDE // _PER_SCALE) + block[None, :]
+    tl.store(scales + at, tl.where(finite[:, None], scale, float("nan")).to(tl.float16), mask=wanted)
+    at = (at * _PER_SCALE)[:, :, None] + tl.arange(0, _PER_SCALE)[None, None, :]
+    tl.store(codes + at, code.to(tl.int8), mask=wanted[:, :, None])
