@@ -44,7 +44,7 @@ def rotary_store(
     slot_mapping: torch.Tensor,
     norms: HeadNorms | None = None,
 ) -> torch.Tensor:
-    """Queries [T, num_heads, head_dim] normed and rotated; keys the same and, with the values, stored in their slots of the pages,
+    """Queries [T, num_heads, head_dim] normed and rotated; keys the same and, with the values, stored in their slots of pages,
     where −1 stores nothing. angles: cos and sin, None for a layer without positions."""
     queries, y = queries.contiguous(), empty(tuple(queries.shape), queries.dtype, queries.device)
     (tokens, heads, width), kv_heads = queries.shape, keys.shape[1]
