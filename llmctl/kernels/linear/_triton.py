@@ -1,5 +1,5 @@
-"""linear in Triton. One to eight rows: matrix-vector products; up to 64: tiles in tensor cores; more: the weight written out in the
-compute dtype, and torch.
+"""linear in Triton. One to eight rows: matrix-vector products; up to 64: tiles in tensor cores; more: the weight written out in
+the compute dtype, and torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 from llmctl.kernels.linear._triton_matmul import dequantize_kernel, matmul_kernel
 from llmctl.kernels.linear._triton_matvec import add_splits_kernel, matvec_kernel
-from llmctl.kernels.triton_lib.activations import quantize_rows, sum_rows
+from llmctl.kernels.triton_lib.activations import float_rows, quantize_rows
 from llmctl.kernels.triton_lib.launch import cdiv, empty, interpreting
 from llmctl.kernels.triton_lib.tiles import MAX_MATMUL_ROWS, MAX_MATVEC_ROWS, matmul_tile, matvec_tile
 from llmctl.kernels.triton_lib.weights import TritonWeight, prepare_weight
@@ -69,7 +69,7 @@ def matvec(
     n, k = weight.shape[-2:]
     tile = matvec_tile(weight.form, m, n, k, matrices, x.device)
     is_int8 = weight.activations == "int8"
-    inputs = _activations(x, weight, is_int8)
+    inputs = _activations(x, is_int8)
     rows, splits = m * matrices, tile.splits
     y = empty((rows, n), x.dtype, x.device)
     out = y if splits == 1 else empty((splits, rows, n), torch.float32, x.device)
@@ -122,12 +122,12 @@ def upcast(x: torch.Tensor) -> bool:
     return interpreting() and x.dtype == torch.bfloat16
 
 
-def _activations(x: torch.Tensor, weight: TritonWeight, is_int8: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _activations(x: torch.Tensor, is_int8: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if is_int8:
         rounded = quantize_rows(x)
-        return rounded.codes.view(torch.int32), rounded.scales, rounded.sums
-    sums = sum_rows(x) if weight.form.has_offsets else _given(None, x)
-    return x, sums, sums
+        return rounded.codes.view(torch.int64), rounded.scales, rounded.sums
+    wide, sums = float_rows(x)
+    return wide.view(torch.int64), sums, sums
 
 
 def _given(tensor: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:

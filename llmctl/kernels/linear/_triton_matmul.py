@@ -1,5 +1,5 @@
-"""Weights times blocks of rows: small batches and experts' tokens. Codes become numbers in registers and go into tensor cores; the
-same code writes them out for a prefill, which multiplies with torch.
+"""Weights times blocks of rows: small batches and experts' tokens. Codes become numbers in registers and go into tensor cores;
+the same code writes them out for a prefill, which multiplies with torch.
 """
 
 from __future__ import annotations
@@ -11,9 +11,22 @@ from llmctl.kernels.triton_lib.unpack import code_at, scale_at, words_at
 
 
 @triton.jit
-def _numbers(low, high, factor, offset, half, word, byte, number_type: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SIGNED: tl.constexpr):
+def _numbers(
+    low,
+    high,
+    factor,
+    offset,
+    half,
+    word,
+    byte,
+    dtype: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SIGNED: tl.constexpr,
+):
+    """Weights of one byte of every word."""
     code = code_at(low, high, half, word, byte, LOW, HIGH, SIGNED)
-    return (factor * code + offset).to(number_type)
+    return (factor * code + offset).to(dtype)
 
 
 @triton.jit
@@ -39,8 +52,8 @@ def _packed_sum(
     ZEROS: tl.constexpr,
     SUB_BLOCKS: tl.constexpr,
 ):
-    """total + x · weight of the sub-blocks from begin to end, SUB_BLOCKS a turn: four columns of each, one of every word, make one
-    tile, so the words of a tile are loaded once and give eight of them."""
+    """total + x · weight of the sub-blocks from begin to end, SUB_BLOCKS a turn: four columns of each, one of every word, make
+    one tile, so the words of a tile are loaded once and give eight of them."""
     line = tl.arange(0, 4 * SUB_BLOCKS)
     word = (line % 4)[:, None]
     here = (rows < stride)[None, :]
@@ -174,6 +187,7 @@ def dequantize_kernel(
     line = tl.arange(0, 4 * SUB_BLOCKS)[:, None]
     sub_block = tl.program_id(1) * SUB_BLOCKS + line // 4
     mask = (sub_block < sub_blocks) & (rows < stride)
+    dtype: tl.constexpr = out.dtype.element_ty
     for half in tl.static_range(2):
         factor, offset = scale_at(scales, extra, sub_block, half, stride, rows, mask, LOW, KIND, GROUP, ZEROS)
         low_words = words_at(low, sub_block, half, line % 4, stride, rows, mask, LOW)
@@ -181,6 +195,6 @@ def dequantize_kernel(
         if HIGH:
             high_words = words_at(high, sub_block, half, line % 4, stride, rows, mask, HIGH)
         for byte in tl.static_range(4):
-            number = _numbers(low_words, high_words, factor, offset, half, line % 4, byte, out.dtype.element_ty, LOW, HIGH, SIGNED)
+            number = _numbers(low_words, high_words, factor, offset, half, line % 4, byte, dtype, LOW, HIGH, SIGNED)
             column = sub_block * 32 + 16 * half + 4 * (line % 4) + byte
             tl.store(out + column.to(tl.int64) * stride + rows, number, mask=mask)

@@ -37,7 +37,7 @@ def round_sub_blocks(x):
 
 @triton.jit
 def quantize_rows_kernel(x, codes, scales, sums, K, row_stride, BLOCKS: tl.constexpr, ROUND: tl.constexpr):
-    """One program: BLOCKS sub-blocks of one row. Without ROUND the sums alone, of x as it is."""
+    """One program: BLOCKS sub-blocks of one row. Without ROUND `codes` are the numbers as they are."""
     row = tl.program_id(1)
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -48,6 +48,7 @@ def quantize_rows_kernel(x, codes, scales, sums, K, row_stride, BLOCKS: tl.const
         tl.store(codes + row * K + column, rounded.to(tl.int8), mask=column < K)
         tl.store(scales + row * (K // 32) + block, factors, mask=block * 32 < K)
     else:
+        tl.store(codes + row * K + column, values, mask=column < K)
         summed = tl.sum(tl.reshape(values, [BLOCKS, 2, 16]), axis=2)
     tl.store(sums + row * (K // 16) + half, summed, mask=half * 16 < K)
 
@@ -62,11 +63,12 @@ def quantize_rows(x: torch.Tensor) -> QuantizedRows:
     return QuantizedRows(codes, scales, sums)
 
 
-def sum_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [T, K] → float32 [T, K / 16], the sums of every 16 numbers."""
+def float_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, K] as float32, and its sums of every 16 numbers, float32 [T, K / 16]."""
+    wide = empty(tuple(x.shape), torch.float32, x.device)
     sums = empty((x.shape[0], x.shape[1] // 16), torch.float32, x.device)
-    _launch(x, sums, sums, sums, False)
-    return sums
+    _launch(x, wide, sums, sums, False)
+    return wide, sums
 
 
 def _launch(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor, is_rounded: bool) -> None:

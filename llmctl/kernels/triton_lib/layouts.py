@@ -1,7 +1,7 @@
 """Stored blocks in the order kernels read them, and back.
 
-Of a matrix (N, K): planes int32 [K / 32 · bits, N], scales [K / 32 …, N] and, of some kinds, extra numbers [K / 256 …, N]; N is padded
-to a multiple of 16 with zeros. So neighbouring threads own neighbouring rows, a thread reads up to four of them with one
+Of a matrix (N, K): planes int32 [K / 32 · bits, N], scales [K / 32 …, N] and, of some kinds, extra numbers [K / 256 …, N]; N is
+padded to a multiple of 16 with zeros. So neighbouring threads own neighbouring rows, a thread reads up to four of them with one
 instruction, and a word holds the same columns of each. Everything is rearranged, nothing is rounded: `unpack_blocks` gives the
 stored bytes again.
 """
@@ -19,8 +19,8 @@ ROW_MULTIPLE = 16
 
 @dataclass(frozen=True)
 class Plane:
-    """Where the bits of the codes are in a stored block: `parts` runs of `width` bytes from `offset`; the first `bits` of the bytes
-    of a run are its first `width` columns."""
+    """Where the bits of the codes are in a stored block: `parts` runs of `width` bytes from `offset`; the first `bits` of the
+    bytes of a run are its first `width` columns."""
 
     offset: int
     parts: int

@@ -3,7 +3,8 @@
 Tables are JSON files in `configs`, one a GPU; LLMCTL_GPU_TILES names another file of the same keys:
 multiprocessors                of the GPU, where none can be asked
 matvec.num_warps               of a program
-matvec.rows_per_thread         rows of the weight, by the largest number of rows of x they go up to
+matvec.rows_per_thread         rows of the weight, by the largest number of rows of x that it is for
+matvec.sub_blocks              32-column pieces of K a turn, in the same way
 matmul.block_n, .sub_blocks    columns of the result and 32-column pieces of K that a program takes at a time
 ….blocks_per_multiprocessor    programs to have at least, before K is split no further
 ….max_splits                   of K
@@ -32,10 +33,9 @@ MAX_MATMUL_ROWS = 64
 _FOLDER = Path(__file__).with_name("configs")
 _BY_NAME = {"H200": "h200", "H100": "h200", "A100": "a100", "4090": "rtx4090"}
 _KEYS = {
-    "matvec": {"num_warps", "rows_per_thread", "blocks_per_multiprocessor", "max_splits"},
+    "matvec": {"num_warps", "rows_per_thread", "sub_blocks", "blocks_per_multiprocessor", "max_splits"},
     "matmul": {"num_warps", "num_stages", "block_n", "sub_blocks", "blocks_per_multiprocessor", "max_splits"},
 }
-_LONGEST_STEP = 8
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,21 @@ def matvec_tile(form: Form, m: int, n: int, k: int, matrices: int, device: torch
     """For m rows of x times each of `matrices` of (n, k)."""
     table = gpu_table(device)
     own = table["matvec"]
-    per_thread = next(rows for most, rows in sorted((int(key), rows) for key, rows in own["rows_per_thread"].items()) if m <= most)
-    block_n = 32 * own["num_warps"] * per_thread
-    step = matvec_step(form, k)
+    block_n = 32 * own["num_warps"] * _for_rows(own["rows_per_thread"], m)
+    step = matvec_step(form, k, _for_rows(own["sub_blocks"], m))
     splits = _splits(cdiv(n, block_n) * matrices, k // (32 * step), own, table["multiprocessors"])
     return MatvecTile(block_n, step, splits, own["num_warps"])
 
 
-def matvec_step(form: Form, k: int) -> int:
-    """Sub-blocks a turn: those that share numbers, or few enough to divide K."""
-    if form.sub_blocks > 1:
-        return form.sub_blocks
-    return gcd(form.group if form.kind == GROUPS else _LONGEST_STEP // 2, k // 32, _LONGEST_STEP)
+def matvec_step(form: Form, k: int, most: int) -> int:
+    """Sub-blocks a turn, at most so many: they share a group's scale, and divide K. Codes of eight bits are twice the words."""
+    most = most // 2 if form.bits == 8 else most
+    return gcd(most, k // 32, form.group if form.kind == GROUPS else most)
+
+
+def _for_rows(choices: dict[str, int], m: int) -> int:
+    """The choice for m rows of x: keys are the largest numbers of rows."""
+    return next(choice for most, choice in sorted((int(key), choice) for key, choice in choices.items()) if m <= most)
 
 
 def matmul_tile(m: int, n: int, k: int, matrices: int, device: torch.device) -> MatmulTile:

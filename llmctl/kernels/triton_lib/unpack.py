@@ -5,17 +5,26 @@ Constexpr arguments are those of `forms.Form.constants`. The layout is that of `
 
 from __future__ import annotations
 
+import numpy as np
 import triton
 import triton.language as tl
 
 
+def _interpreted_dp4a(a, b, c):
+    """dp4a of the interpreter's tensors: numpy arrays. In its language it would take two dozen operations."""
+    fours = [np.ascontiguousarray(words.handle.data).view(np.int8).reshape(-1, 4).astype(np.int32) for words in (a, b)]
+    total = c.handle.data + (fours[0] * fours[1]).sum(axis=1, dtype=np.int32)
+    return tl.tensor(type(c.handle)(total, c.handle.dtype), c.type)
+
+
+_interpreted_dp4a.__triton_builtin__ = True  # so that triton lets kernels name it, in a branch that it does not compile
+
+
 @triton.jit
 def dp4a(a, b, c, INTERPRET: tl.constexpr):
-    """c + the dot product of the four int8 in a and b."""
+    """c + the dot product of the four int8 in a and b, int32 tensors of one dimension."""
     if INTERPRET:
-        for i in tl.static_range(4):
-            c += ((a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24)
-        return c
+        return _interpreted_dp4a(a, b, c)
     else:
         return tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
@@ -26,19 +35,11 @@ def dp4a(a, b, c, INTERPRET: tl.constexpr):
 def load_words(plane, sub_block, stride, rows, mask, COUNT: tl.constexpr):
     """The COUNT words of a sub-block of a plane, for each row."""
     words = ()
+    at = plane + (sub_block * COUNT) * stride + rows
     for i in tl.static_range(COUNT):
-        at = plane + (sub_block * COUNT + i) * stride + rows
-        words = words + (tl.load(at, mask=mask, eviction_policy="evict_first"),)  # noqa: RUF005 what triton compiles
+        words = words + (tl.load(at + i * stride, mask=mask, eviction_policy="evict_first"),)  # noqa: RUF005 what triton compiles
     return words
 
-
-@triton.jit
-def shifted_up(words, COUNT: tl.constexpr, BY: tl.constexpr):
-    """Each of them shifted to the left."""
-    shifted = ()
-    for i in tl.static_range(COUNT):
-        shifted = shifted + (words[i] << BY,)  # noqa: RUF005
-    return shifted
 
 
 @triton.jit
@@ -69,11 +70,20 @@ def code_word(low, high, W: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
 
 
 @triton.jit
-def code_number(low, high, W: tl.constexpr, B: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SIGNED: tl.constexpr):
+def code_number(
+    low,
+    high,
+    W: tl.constexpr,
+    B: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SIGNED: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """Byte B of what `code_word` gives as float32, exact. Its bits become the low ones of a float's mantissa: of four bits alone
     without moving them first."""
     if LOW == 4 and HIGH == 0:
-        return _nibble_number(low[W % 4], 4 * (W // 4) + 8 * B, SIGNED)
+        return _nibble_number(low[W % 4], 4 * (W // 4) + 8 * B, SIGNED, INTERPRET)
     flip: tl.constexpr = 0x80 if SIGNED else 0
     word = code_word(low, high, W, LOW, HIGH, SIGNED)
     # A word is shifted as if it had a sign, but 0xFF leaves no more of it than the byte.
@@ -82,7 +92,7 @@ def code_number(low, high, W: tl.constexpr, B: tl.constexpr, LOW: tl.constexpr, 
 
 
 @triton.jit
-def _nibble_number(word, AT: tl.constexpr, SIGNED: tl.constexpr):
+def _nibble_number(word, AT: tl.constexpr, SIGNED: tl.constexpr, INTERPRET: tl.constexpr):
     """The nibble from bit AT on. At bits 16 to 19 of a float of exponent 2^7 it counts 1, at 12 to 15 of one of 2^11; with an
     exponent larger by 4, 16."""
     to: tl.constexpr = 16 if AT % 8 == 0 else 12
@@ -91,8 +101,20 @@ def _nibble_number(word, AT: tl.constexpr, SIGNED: tl.constexpr):
     flip: tl.constexpr = 8 << to if SIGNED else 0
     middle: tl.constexpr = 128.0 if SIGNED else 0.0
     moved = word << (to - AT) if to > AT else (word >> (AT - to) if to < AT else word)
-    number = ((moved & (15 << to)) ^ (exponent | flip)).to(tl.float32, bitcast=True)
+    number = _masked_xor(moved, 15 << to, exponent | flip, INTERPRET).to(tl.float32, bitcast=True)
     return number - (base + middle)
+
+
+@triton.jit
+def _masked_xor(word, MASK: tl.constexpr, FLIP: tl.constexpr, INTERPRET: tl.constexpr):
+    """(word & MASK) ^ FLIP in one instruction."""
+    if INTERPRET:
+        return (word & MASK) ^ FLIP
+    else:
+        mask, flip = tl.full(word.shape, MASK, tl.int32), tl.full(word.shape, FLIP, tl.int32)
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0x6A;", "=r,r,r,r", [word, mask, flip], dtype=tl.int32, is_pure=True, pack=1
+        )
 
 
 @triton.jit

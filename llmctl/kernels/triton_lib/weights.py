@@ -36,8 +36,8 @@ _log = logging.getLogger(__name__)
 class TritonWeight:
     """A matrix (N, K), or several (heads or experts, N, K).
 
-    format: what it is stored as, "I4" and "I8" of packed integers. form: how kernels see it, None for plain numbers. planes: of one
-    matrix [rows, N padded], of several a dimension more; of plain numbers `low` alone is theirs, of the weight's shape.
+    format: what it is stored as, "I4" and "I8" of packed integers. form: how kernels see it, None for plain numbers. planes: of
+    one matrix [rows, N padded], of several a dimension more; of plain numbers `low` alone is theirs, of the weight's shape.
     order: int64 [K], the column of x that stored column j belongs to, or None. activations: "int8" or "float", what few rows of x
     are taken as.
     """
@@ -85,7 +85,8 @@ class TritonWeight:
 def prepare_weight(
     weight: np.ndarray | QuantTensor | PackedIntTensor, device: str, dtype: torch.dtype, activations: str = "int8"
 ) -> TritonWeight:
-    """dtype: the compute dtype, which plain numbers wider than 16 bits become. Formats without a form of their own are converted."""
+    """dtype: the compute dtype, which plain numbers wider than 16 bits become. activations: "int8" or "float". Formats without a
+    form of their own are converted."""
     if isinstance(weight, PackedIntTensor):
         return _prepare_integers(weight, device, activations)
     if isinstance(weight, QuantTensor):
