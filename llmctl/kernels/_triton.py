@@ -16,9 +16,9 @@ import torch
 from llmctl.errors import UnsupportedError
 from llmctl.kernels import _triton_elementwise as elementwise
 from llmctl.kernels._reference import ReferenceOps
+from llmctl.kernels._triton_graphs import Steps
 from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.attention._triton import attention
-from llmctl.kernels.attention._triton_batch import to_device
 from llmctl.kernels.layer_norm._triton import layer_norm
 from llmctl.kernels.linear._triton import TritonWeight, dequantized, linear, prepare_weight
 from llmctl.kernels.rms_norm._triton import add_rms_norm, rms_norm
@@ -91,10 +91,7 @@ class TritonOps(ReferenceOps):
     def compile(
         self, forward: Callable[[BatchDescription, torch.Tensor], Rows], rotary_halves: list[int]
     ) -> Callable[[BatchDescription, np.ndarray], np.ndarray]:
-        def run(batch: BatchDescription, rows: np.ndarray) -> np.ndarray:
-            return _now(forward(to_device(batch, self._upload), self._upload(rows))).float().cpu().numpy()
-
-        return run
+        return Steps(lambda *step: _now(forward(*step)).float(), self.device, self._upload).run
 
     @staticmethod
     def add(x: Rows, y: Rows) -> _Sum:

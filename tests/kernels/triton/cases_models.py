@@ -1,0 +1,45 @@
+"""Whole models through the Triton backend give the reference's logits: a prompt, then tokens one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from tiny_triton import FAMILIES, IDS, tiny_folder, tiny_model
+
+from llmctl.kernels import _triton_graphs
+from llmctl.runtime.engine.model_runner import compute_logits
+from llmctl.runtime.loading import load_model
+
+PROMPT = 6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_reference(family: str) -> None:
+    expected = compute_logits(load_model(tiny_folder(family), backend="reference"), IDS)
+    model = tiny_model(family)
+    assert model.ops.name == "triton"
+    np.testing.assert_allclose(compute_logits(model, IDS, PROMPT)[:PROMPT], expected[:PROMPT], atol=2e-4, rtol=0)
+    np.testing.assert_allclose(compute_logits(model, IDS[:3], 1), expected[:3], atol=2e-4, rtol=0)
+
+
+def test_steps_by_graphs_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in that runs again what was recorded, over the memory that a graph would read."""
+    plain = compute_logits(tiny_model("llama"), IDS[:3], 1)
+    monkeypatch.setattr(_triton_graphs, "recorder_for", lambda device: RunsAgain())
+    assert np.array_equal(compute_logits(tiny_model("llama"), IDS[:3], 1), plain)
+
+
+class RunsAgain:
+    """Records the forward pass as a function."""
+
+    @staticmethod
+    def record(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        logits = run().clone()
+        return lambda: logits.copy_(run()), logits
+
+    @staticmethod
+    def to_host(values: torch.Tensor) -> np.ndarray:
+        return values.numpy()
