@@ -1,13 +1,11 @@
 """The Triton backend: kernels on a GPU, or under triton's interpreter on the CPU (TRITON_INTERPRET=1).
 
-Arrays are torch tensors, as in the reference, whose plumbing it shares. A sum is put off until it is known who
-reads it: a norm writes it in the same kernel (`_Sum`).
+Arrays are torch tensors, as in the reference, whose plumbing it shares, or results that are put off (`_triton_deferred.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,43 +14,25 @@ import torch
 from llmctl.errors import UnsupportedError
 from llmctl.kernels import _triton_elementwise as elementwise
 from llmctl.kernels._reference import ReferenceOps
+from llmctl.kernels._triton_deferred import NormedHeads, Rounded, Rows, Sum, Turned, go_together, now
 from llmctl.kernels._triton_graphs import Steps
 from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.attention._triton import attention
 from llmctl.kernels.layer_norm._triton import layer_norm
 from llmctl.kernels.linear._triton import TritonWeight, dequantized, linear, prepare_weight
-from llmctl.kernels.rms_norm._triton import add_rms_norm, rms_norm
+from llmctl.kernels.rms_norm._triton import add_rms_norm, rms_norm, rounded_rms_norm
+from llmctl.kernels.rotary._triton import HeadNorms, rotary_store
 from llmctl.kernels.store_kv import _triton_pages as pages_of
 from llmctl.kernels.store_kv._triton import store_kv
 from llmctl.kernels.store_kv._triton_pages import TritonPages
-from llmctl.kernels.swiglu._triton import activation, gated_activation
+from llmctl.kernels.swiglu._triton import activation, gated_activation, rounded_gated_activation
+from llmctl.kernels.triton_lib.activations import SUB_BLOCK
 from llmctl.kernels.triton_lib.launch import interpreting, usual_device
+from llmctl.kernels.triton_lib.tiles import MAX_MATVEC_ROWS
 
 if TYPE_CHECKING:
     from llmctl.kernels.formats.packed_int import PackedIntTensor
     from llmctl.kernels.formats.quant_tensor import QuantTensor
-
-
-@dataclass(eq=False)
-class _Sum:
-    """x + y, both [T, H], not computed yet. value: once it is."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-    value: torch.Tensor | None = None
-
-    def now(self) -> torch.Tensor:
-        """The numbers."""
-        if self.value is None:
-            self.value = self.x + self.y
-        return self.value
-
-
-Rows = torch.Tensor | _Sum
-
-
-def _now(x: Rows) -> torch.Tensor:
-    return x.now() if isinstance(x, _Sum) else x
 
 
 class TritonOps(ReferenceOps):
@@ -71,9 +51,13 @@ class TritonOps(ReferenceOps):
             )
         super().__init__(device, dtype, threads)
         self.activations = activations
+        self._has_codes = False
+        self._turned: tuple[Turned | None, Turned | None] = (None, None)
 
     def prepare_weight(self, weight: np.ndarray | QuantTensor | PackedIntTensor) -> TritonWeight:
-        return prepare_weight(weight, self.device, self._torch_dtype, self.activations)
+        prepared = prepare_weight(weight, self.device, self._torch_dtype, self.activations)
+        self._has_codes |= prepared.form is not None
+        return prepared
 
     def kv_pages(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, kv_type: str, latent: int = 0
@@ -91,57 +75,101 @@ class TritonOps(ReferenceOps):
     def compile(
         self, forward: Callable[[BatchDescription, torch.Tensor], Rows], rotary_halves: list[int]
     ) -> Callable[[BatchDescription, np.ndarray], np.ndarray]:
-        return Steps(lambda *step: _now(forward(*step)).float(), self.device, self._upload).run
+        return Steps(lambda *step: now(forward(*step)).float(), self.device, self._upload).run
 
     @staticmethod
-    def add(x: Rows, y: Rows) -> _Sum:
-        return _Sum(_now(x), _now(y))
+    def add(x: Rows, y: Rows) -> Sum:
+        return Sum(now(x), now(y))
 
-    @staticmethod
-    def rms_norm(x: Rows, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        if not isinstance(x, _Sum) or x.value is not None:
-            return rms_norm(_now(x), weight, eps)
-        x.value, y = add_rms_norm(x.x, x.y, weight, eps)
+    def rms_norm(self, x: Rows, weight: torch.Tensor, eps: float) -> Rows:
+        if isinstance(x, torch.Tensor) and x.ndim == 3:
+            return NormedHeads(x, weight, eps)
+        is_sum = isinstance(x, Sum) and x.value is None
+        first, second = (x.x, x.y) if is_sum else (now(x), None)
+        if self._rounds(first):
+            total, y, rows = rounded_rms_norm(first, second, weight, eps)
+            y = Rounded(y, rows)
+        else:
+            total, y = (first, rms_norm(first, weight, eps)) if second is None else add_rms_norm(first, second, weight, eps)
+        if is_sum:
+            x.value = total
         return y
+
+    def _rounds(self, x: torch.Tensor) -> bool:
+        """Whether products of these rows [T, K] may be of integers."""
+        fits = x.ndim == 2 and 0 < len(x) <= MAX_MATVEC_ROWS and x.shape[1] % SUB_BLOCK == 0
+        return fits and self._has_codes and self.activations == "int8"
 
     @staticmethod
     def layer_norm(x: Rows, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-        return layer_norm(_now(x), weight, bias, eps)
+        return layer_norm(now(x), weight, bias, eps)
+
+    def rotary(self, x: torch.Tensor | NormedHeads, cos: torch.Tensor, sin: torch.Tensor) -> Turned:
+        turned = Turned(x, cos, sin)
+        self._turned = (self._turned[1], turned)
+        return turned
+
+    def store_kv(self, keys: Rows, values: Rows | None, pages: TritonPages, batch: BatchDescription) -> None:
+        queries, last = self._turned
+        self._turned = (None, None)
+        if values is None or queries is None or last is not keys or not go_together(queries, keys):
+            store_kv(now(keys), None if values is None else now(values), pages, batch.slot_mapping)
+            return
+        norms = None
+        if queries.norm is not None and keys.norm is not None:
+            norms = HeadNorms(queries.norm.weight, keys.norm.weight, keys.norm.eps)
+        sides = (queries.bare, keys.bare, now(values))
+        queries.value = rotary_store(*sides, (keys.cos, keys.sin), pages, batch.slot_mapping, norms)
 
     @staticmethod
-    def store_kv(keys: torch.Tensor, values: torch.Tensor | None, pages: TritonPages, batch: BatchDescription) -> None:
-        store_kv(keys, values, pages, batch.slot_mapping)
+    def attention(queries: Rows, pages: TritonPages, batch: BatchDescription, scale: float, *choices: Any) -> torch.Tensor:
+        return attention(now(queries), pages, batch, scale, *choices)
 
-    attention = staticmethod(attention)
-    activation = staticmethod(activation)
-    gated_activation = staticmethod(gated_activation)
-    growth = staticmethod(elementwise.growth)
-    softcap = staticmethod(elementwise.softcap)
+    @staticmethod
+    def activation(x: Rows, name: str) -> torch.Tensor:
+        return activation(now(x), name)
+
+    def gated_activation(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> Rows:
+        if self._rounds(gate):
+            return Rounded(*rounded_gated_activation(gate, up, activation))
+        return gated_activation(gate, up, activation)
+
+    @staticmethod
+    def growth(x: Rows, positions: torch.Tensor, rate: float, length: int) -> torch.Tensor:
+        return elementwise.growth(now(x), positions, rate, length)
+
+    @staticmethod
+    def softcap(x: Rows, cap: float) -> torch.Tensor:
+        return elementwise.softcap(now(x), cap)
 
     @staticmethod
     def gated(x: Rows, gate: torch.Tensor) -> torch.Tensor:
-        return elementwise.gated(_now(x), gate)
+        return elementwise.gated(now(x), gate)
 
     @staticmethod
     def linear(x: Rows, weight: TritonWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return linear(_now(x), weight, bias)
+        return linear(now(x), weight, bias, x.rows if isinstance(x, Rounded) else None)
 
     @staticmethod
     def embedding(token_ids: torch.Tensor, table: TritonWeight, scale: float = 1.0) -> torch.Tensor:
         return ReferenceOps.embedding(token_ids, dequantized(table, torch.float32).T, scale)
 
     @staticmethod
-    def moe(x: Rows, *choices: Any) -> torch.Tensor:
-        return ReferenceOps.moe(_now(x), *choices)
+    def moe(x: Rows, router_logits: torch.Tensor, *choices: Any) -> torch.Tensor:
+        return ReferenceOps.moe(now(x), router_logits, *choices)
 
     @staticmethod
     def scale(x: Rows, factor: float) -> torch.Tensor:
-        return _now(x) * factor
+        return now(x) * factor
 
     @staticmethod
     def take_rows(x: Rows, rows: torch.Tensor) -> torch.Tensor:
-        return _now(x)[rows]
+        return now(x)[rows]
 
     @staticmethod
     def reshape(x: Rows, shape: tuple[int, ...]) -> torch.Tensor:
-        return _now(x).reshape(shape)
+        return now(x).reshape(shape)
+
+    @staticmethod
+    def join_heads(x: Rows, y: Rows) -> torch.Tensor:
+        return torch.cat([now(x), now(y)], dim=-1)

@@ -10,7 +10,7 @@ import torch
 
 from llmctl.kernels.linear._triton_matmul import dequantize_kernel, matmul_kernel
 from llmctl.kernels.linear._triton_matvec import add_splits_kernel, matvec_kernel
-from llmctl.kernels.triton_lib.activations import float_rows, quantize_rows
+from llmctl.kernels.triton_lib.activations import QuantizedRows, float_rows, quantize_rows
 from llmctl.kernels.triton_lib.launch import cdiv, empty, interpreting
 from llmctl.kernels.triton_lib.tiles import MAX_MATMUL_ROWS, MAX_MATVEC_ROWS, matmul_tile, matvec_tile
 from llmctl.kernels.triton_lib.weights import TritonWeight, prepare_weight
@@ -21,8 +21,10 @@ _ADD_BLOCK = 1024
 _WRITE_BLOCK_N = 128
 
 
-def linear(x: torch.Tensor, weight: TritonWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, K] times weight (N, K) transposed, plus bias [N]: [T, N]."""
+def linear(
+    x: torch.Tensor, weight: TritonWeight, bias: torch.Tensor | None = None, rounded: QuantizedRows | None = None
+) -> torch.Tensor:
+    """x [T, K] times weight (N, K) transposed, plus bias [N]: [T, N]. rounded: x as int8, where somebody made that already."""
     rows = x.shape[0]
     if not rows:
         return empty((0, weight.shape[0]), x.dtype, x.device)
@@ -31,7 +33,7 @@ def linear(x: torch.Tensor, weight: TritonWeight, bias: torch.Tensor | None = No
         return y if bias is None else y + bias
     x = in_stored_order(x, weight).contiguous()
     if weight.form is not None and rows <= MAX_MATVEC_ROWS:
-        return matvec(x, weight, rows, bias=bias)
+        return matvec(x, weight, rows, bias=bias, rounded=rounded if weight.order is None else None)
     return matmul(x, weight, rows, bias=bias)
 
 
@@ -62,6 +64,7 @@ def matvec(
     bias: torch.Tensor | None = None,
     x_share: int = 1,
     is_batched: bool = False,
+    rounded: QuantizedRows | None = None,
 ) -> torch.Tensor:
     """m rows of x for each of `matrices` products: row i · matrices + g of the result is row (i · matrices + g) // x_share of x
     times matrix `experts[g]`, or g (is_batched), or the only one; [m · matrices, N]. bias [N], of experts [E, N]."""
@@ -69,7 +72,7 @@ def matvec(
     n, k = weight.shape[-2:]
     tile = matvec_tile(weight.form, m, n, k, matrices, x.device)
     is_int8 = weight.activations == "int8"
-    inputs = _activations(x, is_int8)
+    inputs = _activations(x, is_int8, rounded)
     rows, splits = m * matrices, tile.splits
     y = empty((rows, n), x.dtype, x.device)
     out = y if splits == 1 else empty((splits, rows, n), torch.float32, x.device)
@@ -122,9 +125,11 @@ def upcast(x: torch.Tensor) -> bool:
     return interpreting() and x.dtype == torch.bfloat16
 
 
-def _activations(x: torch.Tensor, is_int8: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _activations(
+    x: torch.Tensor, is_int8: bool, rounded: QuantizedRows | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if is_int8:
-        rounded = quantize_rows(x)
+        rounded = rounded or quantize_rows(x)
         return rounded.codes.view(torch.int64), rounded.scales, rounded.sums
     wide, sums = float_rows(x)
     return wide.view(torch.int64), sums, sums

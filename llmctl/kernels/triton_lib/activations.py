@@ -36,6 +36,18 @@ def round_sub_blocks(x):
 
 
 @triton.jit
+def store_rounded(values, codes, scales, sums, row, size, begin, BLOCK: tl.constexpr):
+    """values float32 [BLOCK], the numbers of a row of `size` from `begin` on, as QuantizedRows has them. BLOCK is a multiple of 32."""
+    block = begin // 32 + tl.arange(0, BLOCK // 32)
+    column = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    half = block[:, None] * 2 + tl.arange(0, 2)[None, :]
+    rounded, factors, summed = round_sub_blocks(tl.reshape(values, [BLOCK // 32, 32]))
+    tl.store(codes + row * size + column, rounded.to(tl.int8), mask=column < size)
+    tl.store(scales + row * (size // 32) + block, factors, mask=block * 32 < size)
+    tl.store(sums + row * (size // 16) + half, summed, mask=half * 16 < size)
+
+
+@triton.jit
 def quantize_rows_kernel(x, codes, scales, sums, K, row_stride, BLOCKS: tl.constexpr, ROUND: tl.constexpr):
     """One program: BLOCKS sub-blocks of one row. Without ROUND `codes` are the numbers as they are."""
     row = tl.program_id(1)
@@ -55,12 +67,18 @@ def quantize_rows_kernel(x, codes, scales, sums, K, row_stride, BLOCKS: tl.const
 
 def quantize_rows(x: torch.Tensor) -> QuantizedRows:
     """x [T, K], K a multiple of 32, of any float type."""
-    rows, columns = x.shape
-    codes = empty((rows, columns), torch.int8, x.device)
-    scales = empty((rows, columns // SUB_BLOCK), torch.float32, x.device)
-    sums = empty((rows, columns // 16), torch.float32, x.device)
-    _launch(x, codes, scales, sums, True)
-    return QuantizedRows(codes, scales, sums)
+    rounded = empty_rows(*x.shape, x.device)
+    _launch(x, rounded.codes, rounded.scales, rounded.sums, True)
+    return rounded
+
+
+def empty_rows(rows: int, columns: int, device: torch.device) -> QuantizedRows:
+    """Memory for rows [rows, columns], not initialised."""
+    return QuantizedRows(
+        empty((rows, columns), torch.int8, device),
+        empty((rows, columns // SUB_BLOCK), torch.float32, device),
+        empty((rows, columns // 16), torch.float32, device),
+    )
 
 
 def float_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

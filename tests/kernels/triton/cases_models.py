@@ -10,7 +10,7 @@ import torch
 from tiny_triton import FAMILIES, IDS, tiny_folder, tiny_model
 
 from llmctl.kernels import _triton_graphs
-from llmctl.runtime.engine.model_runner import compute_logits
+from llmctl.runtime.engine.model_runner import LogitsReader, compute_logits
 from llmctl.runtime.loading import load_model
 
 PROMPT = 6
@@ -21,15 +21,17 @@ def test_logits_are_those_of_the_reference(family: str) -> None:
     expected = compute_logits(load_model(tiny_folder(family), backend="reference"), IDS)
     model = tiny_model(family)
     assert model.ops.name == "triton"
-    np.testing.assert_allclose(compute_logits(model, IDS, PROMPT)[:PROMPT], expected[:PROMPT], atol=2e-4, rtol=0)
-    np.testing.assert_allclose(compute_logits(model, IDS[:3], 1), expected[:3], atol=2e-4, rtol=0)
+    np.testing.assert_allclose(compute_logits(model, IDS[:PROMPT]), expected[:PROMPT], atol=2e-4, rtol=0)
+    decoded = np.concatenate([np.array(rows) for rows in LogitsReader(model, len(IDS), PROMPT).rows(IDS, PROMPT, 1)])
+    np.testing.assert_allclose(decoded, expected[PROMPT:], atol=2e-4, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # what is recorded reads a page that nobody wrote
 def test_steps_by_graphs_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in that runs again what was recorded, over the memory that a graph would read."""
-    plain = compute_logits(tiny_model("llama"), IDS[:3], 1)
+    plain = compute_logits(tiny_model("llama"), IDS[:2], 1)
     monkeypatch.setattr(_triton_graphs, "recorder_for", lambda device: RunsAgain())
-    assert np.array_equal(compute_logits(tiny_model("llama"), IDS[:3], 1), plain)
+    assert np.array_equal(compute_logits(tiny_model("llama"), IDS[:2], 1), plain)
 
 
 class RunsAgain:

@@ -16,6 +16,7 @@ from llmctl.kernels.rms_norm import _triton as rms_triton
 from llmctl.kernels.swiglu import ACTIVATIONS, GATED_ACTIVATIONS
 from llmctl.kernels.swiglu import _reference as swiglu_reference
 from llmctl.kernels.swiglu import _triton as swiglu_triton
+from llmctl.kernels.triton_lib.activations import quantize_rows
 
 Guard = Callable[[torch.Tensor], torch.Tensor]
 DTYPES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -98,3 +99,18 @@ def test_nothing_is_done_for_no_numbers() -> None:
     assert swiglu_triton.gated_activation(none, none, "silu").shape == (0, 8)
     assert layer_triton.layer_norm(none, torch.ones(8), None, 1e-5).shape == (0, 8)
     assert elementwise.softcap(none, 3.0).shape == elementwise.gated(none, none[:, :1]).shape == (0, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_what_is_rounded_on_the_way_is_what_quantize_rows_makes_of_the_result(dtype: torch.dtype, guarded: Guard) -> None:
+    x, addend, weight = torch.randn(3, 96).to(dtype), torch.randn(3, 96).to(dtype), torch.randn(96)
+    total, y, rounded = rms_triton.rounded_rms_norm(guarded(x), guarded(addend), guarded(weight), 1e-5)
+    assert torch.equal(total, x + addend)
+    assert torch.equal(y, rms_triton.rms_norm(total, weight, 1e-5))
+    gated, gated_rows = swiglu_triton.rounded_gated_activation(guarded(x), guarded(addend), "silu")
+    assert torch.equal(gated, swiglu_triton.gated_activation(x, addend, "silu"))
+    for values, found in ((y, rounded), (gated, gated_rows)):
+        expected = quantize_rows(values)
+        assert torch.equal(found.codes, expected.codes)
+        assert torch.equal(found.scales, expected.scales)
+        torch.testing.assert_close(found.sums, expected.sums, rtol=1e-6, atol=1e-6)
