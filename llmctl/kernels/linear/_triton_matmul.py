@@ -103,7 +103,6 @@ def matmul_kernel(
     N,
     stride,
     K,
-    x_stride,
     low_step,
     high_step,
     scales_step,
@@ -147,10 +146,12 @@ def matmul_kernel(
         extra += expert * extra_step
     x_type: tl.constexpr = tl.float32 if UPCAST else x.dtype.element_ty
     rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_rows = x + (place // x_share).to(tl.int64)[:, None] * x_stride
+    x_rows = x + (place // x_share).to(tl.int64)[:, None] * K
     sub_blocks = tl.cdiv(K, 32)
     per_split = tl.cdiv(tl.cdiv(sub_blocks, SUB_BLOCKS), SPLITS) * SUB_BLOCKS
     begin, end = split * per_split, tl.minimum(split * per_split + per_split, sub_blocks)
+    if SORTED:
+        end = tl.where(tl.max(place, axis=0) >= 0, end, begin)  # no rows, no work
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if KIND == "plain":
         total = _plain_sum(total, x_rows, in_batch[:, None], low, rows, N, K, begin, end, x_type, SUB_BLOCKS)
@@ -170,9 +171,12 @@ def dequantize_kernel(
     scales,
     extra,
     out,
-    N,
     stride,
     sub_blocks,
+    low_step,
+    high_step,
+    scales_step,
+    extra_step,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     SIGNED: tl.constexpr,
@@ -182,7 +186,13 @@ def dequantize_kernel(
     BLOCK_N: tl.constexpr,
     SUB_BLOCKS: tl.constexpr,
 ):
-    """out [K, N padded]: the numbers of BLOCK_N rows and SUB_BLOCKS sub-blocks."""
+    """Program (n, k, matrix): the numbers of BLOCK_N rows and SUB_BLOCKS sub-blocks, out [matrices, K, N padded]."""
+    matrix = tl.program_id(2).to(tl.int64)
+    low += matrix * low_step
+    high += matrix * high_step
+    scales += matrix * scales_step
+    extra += matrix * extra_step
+    out += matrix * sub_blocks * 32 * stride
     rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     line = tl.arange(0, 4 * SUB_BLOCKS)[:, None]
     sub_block = tl.program_id(1) * SUB_BLOCKS + line // 4

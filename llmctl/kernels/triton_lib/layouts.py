@@ -134,7 +134,7 @@ def _unpack_words(plane: torch.Tensor, bits: int, rows: int) -> torch.Tensor:
 
 def _transposed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Bytes uint8 (N, …) as numbers [numbers of a row, N padded]."""
-    numbers = data.contiguous().view(dtype)
+    numbers = data.reshape(-1).view(dtype).view(data.shape[0], -1)
     out = torch.zeros((numbers.shape[1], padded(numbers.shape[0])), dtype=dtype, device=data.device)
     out[:, : numbers.shape[0]] = numbers.T
     return out
@@ -142,12 +142,12 @@ def _transposed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def transposed_numbers(numbers: torch.Tensor) -> torch.Tensor:
     """(N, n) → [n, N padded]."""
-    return _transposed(numbers.contiguous().view(torch.uint8), numbers.dtype)
+    return _transposed(numbers.reshape(-1).view(torch.uint8).view(numbers.shape[0], -1), numbers.dtype)
 
 
 def restored(plane: torch.Tensor, rows: int) -> torch.Tensor:
     """The bytes of [numbers of a row, N padded], uint8 (rows, …)."""
-    return plane[:, :rows].T.contiguous().view(torch.uint8)
+    return plane[:, :rows].T.reshape(-1).view(torch.uint8).view(rows, -1)
 
 
 def _length(span: tuple[int, int] | None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
@@ -29,6 +29,7 @@ from llmctl.kernels.triton_lib.layouts import (
 
 _PART_ELEMENTS = 1 << 25
 """Columns times rows that are rearranged at a time: it takes some bytes for each."""
+_PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _log = logging.getLogger(__name__)
 
 
@@ -38,8 +39,8 @@ class TritonWeight:
 
     format: what it is stored as, "I4" and "I8" of packed integers. form: how kernels see it, None for plain numbers. planes: of
     one matrix [rows, N padded], of several a dimension more; of plain numbers `low` alone is theirs, of the weight's shape.
-    order: int64 [K], the column of x that stored column j belongs to, or None. activations: "int8" or "float", what few rows of x
-    are taken as.
+    order: int64 [K], the column of x that stored column j belongs to (of several with orders of their own [matrices, K]), or
+    None. activations: "int8" or "float", what few rows of x are taken as. dtype: the compute dtype.
     """
 
     format: str
@@ -47,6 +48,7 @@ class TritonWeight:
     form: Form | None
     planes: Planes
     activations: str
+    dtype: torch.dtype
     order: torch.Tensor | None = None
 
     @property
@@ -69,7 +71,8 @@ class TritonWeight:
         """One of several."""
         parts = (self.planes.low, self.planes.high, self.planes.scales, self.planes.extra)
         planes = Planes(*(None if part is None else part[index] for part in parts))
-        return TritonWeight(self.format, self.shape[1:], self.form, planes, self.activations, self.order)
+        order = self.order if self.order is None or self.order.ndim == 1 else self.order[index]
+        return replace(self, shape=self.shape[1:], planes=planes, order=order)
 
     def inverse(self) -> np.ndarray | QuantTensor | PackedIntTensor:
         """What was prepared; of formats that were converted, what they became."""
@@ -88,23 +91,40 @@ def prepare_weight(
     """dtype: the compute dtype, which plain numbers wider than 16 bits become. activations: "int8" or "float". Formats without a
     form of their own are converted."""
     if isinstance(weight, PackedIntTensor):
-        return _prepare_integers(weight, device, activations)
+        return _prepare_integers(weight, device, dtype, activations)
     if isinstance(weight, QuantTensor):
-        return _prepare_blocks(weight, device, activations)
+        return _prepare_blocks(weight, device, dtype, activations)
     return _prepare_plain(weight, device, dtype, activations)
 
 
-def _prepare_blocks(weight: QuantTensor, device: str, activations: str) -> TritonWeight:
+def stack_weights(matrices: list[TritonWeight]) -> TritonWeight:
+    """Matrices (N, K) of one shape and form as one weight (matrices, N, K)."""
+    first, orders = matrices[0], [each.order for each in matrices]
+    assert len({(each.format, each.form, each.order is None) for each in matrices}) == 1
+    order = None if orders[0] is None else torch.stack(orders)
+    planes = _each([each.planes for each in matrices], torch.stack)
+    if first.form is None:
+        planes = _plain_planes(planes.low)
+    return replace(first, shape=(len(matrices), *first.shape), planes=planes, order=order)
+
+
+def plain_weight(numbers: torch.Tensor, activations: str) -> TritonWeight:
+    """A weight of plain numbers (…, N, K), in their dtype."""
+    name = next(name for name, own in _PLAIN_TYPES.items() if own == numbers.dtype)
+    return TritonWeight(name, tuple(numbers.shape), None, _plain_planes(numbers), activations, numbers.dtype)
+
+
+def _prepare_blocks(weight: QuantTensor, device: str, dtype: torch.dtype, activations: str) -> TritonWeight:
     name, columns = weight.format.name, weight.shape[-1]
     blocks = weight.blocks.reshape(-1, *weight.blocks.shape[-2:])
     if name not in FORMS:
         conversion = conversion_for(weight.format, columns)
         if conversion is None:
-            return _prepare_values(weight, device, activations)
+            return _prepare_values(weight, device, dtype, activations)
         _report(conversion)
         name, blocks = conversion.target.name, np.stack([conversion.convert(matrix) for matrix in blocks])
     matrices = [_pack_matrix(name, matrix, columns, device) for matrix in blocks]
-    return TritonWeight(name, weight.shape, FORMS[name], _together(matrices, weight.shape), activations)
+    return TritonWeight(name, weight.shape, FORMS[name], _together(matrices, weight.shape), activations, dtype)
 
 
 def _pack_matrix(name: str, blocks: np.ndarray, columns: int, device: str) -> Planes:
@@ -123,30 +143,30 @@ def _each(parts: list[Planes], join: object) -> Planes:
     return Planes(*(None if same[0] is None else join(same) for same in fields))
 
 
-def _prepare_values(weight: QuantTensor, device: str, activations: str) -> TritonWeight:
+def _prepare_values(weight: QuantTensor, device: str, dtype: torch.dtype, activations: str) -> TritonWeight:
     """Formats that no form holds: float16, or bfloat16 where scales are powers of two and codes of two bits, which it holds."""
-    dtype = torch.bfloat16 if weight.format.name == "MXFP4" else torch.float16
-    _report_values(weight.format.name, str(dtype).removeprefix("torch."))
-    low = torch.from_numpy(dequantize(weight)).to(dtype).to(device)
-    return TritonWeight("BF16" if dtype == torch.bfloat16 else "F16", weight.shape, None, _plain_planes(low), activations)
+    name = "BF16" if weight.format.name == "MXFP4" else "F16"
+    _report_values(weight.format.name, name)
+    low = torch.from_numpy(dequantize(weight)).to(_PLAIN_TYPES[name]).to(device)
+    return TritonWeight(name, weight.shape, None, _plain_planes(low), activations, dtype)
 
 
 def _prepare_plain(weight: np.ndarray, device: str, dtype: torch.dtype, activations: str) -> TritonWeight:
     name = plain_format(weight.dtype).name
     if name in ("F16", "BF16"):
         low = _upload(np.ascontiguousarray(weight).view(np.int16), device)
-        low = low.view(torch.float16 if name == "F16" else torch.bfloat16)
+        low = low.view(_PLAIN_TYPES[name])
     else:
         low = _upload(dequantize(weight), device).to(dtype)
-        name = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
-    return TritonWeight(name, weight.shape, None, _plain_planes(low), activations)
+        name = next(name for name, own in _PLAIN_TYPES.items() if own == dtype)
+    return TritonWeight(name, weight.shape, None, _plain_planes(low), activations, dtype)
 
 
 def _plain_planes(low: torch.Tensor) -> Planes:
     return Planes(low, None, low, None)
 
 
-def _prepare_integers(weight: PackedIntTensor, device: str, activations: str) -> TritonWeight:
+def _prepare_integers(weight: PackedIntTensor, device: str, dtype: torch.dtype, activations: str) -> TritonWeight:
     form = integer_form(weight.bits, weight.columns_per_group, weight.zero_points is not None)
     codes, scales = _matrices(weight.codes), _matrices(weight.scales)
     zeros = [None] * len(codes) if weight.zero_points is None else _matrices(weight.zero_points)
@@ -156,7 +176,7 @@ def _prepare_integers(weight: PackedIntTensor, device: str, activations: str) ->
     ]
     order = None if weight.column_order is None else _upload(weight.column_order, device).long()
     planes = _together(matrices, weight.shape)
-    return TritonWeight(f"I{weight.bits}", weight.shape, form, planes, activations, order)
+    return TritonWeight(f"I{weight.bits}", weight.shape, form, planes, activations, dtype, order)
 
 
 def _matrices(array: np.ndarray) -> np.ndarray:
@@ -212,5 +232,6 @@ def _report(conversion: Conversion) -> None:
 
 
 @cache
-def _report_values(name: str, dtype: str) -> None:
-    _log.warning("%s has no Triton kernel: it is %s in memory, %.1fx the bytes", name, dtype, 16 / FORMATS[name].bits_per_weight)
+def _report_values(source: str, target: str) -> None:
+    ratio = FORMATS[target].bits_per_weight / FORMATS[source].bits_per_weight
+    _log.warning("%s has no Triton kernel: it is %s in memory, %.1fx the bytes", source, target, ratio)
