@@ -215,6 +215,10 @@ class NativeOps:
     def activation(self, x: Value, activation: str) -> Value:
         return self._record("gated_activation", (x,), x.shape, activation=activation)[0]
 
+    @staticmethod
+    def expert_counts(experts: Experts) -> np.ndarray:
+        return experts.counts
+
     def moe(self, x: Value, router_logits: Value, experts: Experts, routing: Routing, activation: str) -> Value:
         for part in (experts.gate, experts.up, experts.down):
             if any(isinstance(one, _Reordered) for one in (part if isinstance(part, list) else [part])):

@@ -21,6 +21,7 @@ from llmctl.kernels.head_linear._reference import head_linear
 from llmctl.kernels.kv_types import sides_of
 from llmctl.kernels.layer_norm._reference import layer_norm
 from llmctl.kernels.linear._reference import linear
+from llmctl.kernels.moe import Experts
 from llmctl.kernels.moe._reference import moe
 from llmctl.kernels.rms_norm._reference import rms_norm
 from llmctl.kernels.rotary._reference import rotary, rotary_angles
@@ -149,6 +150,10 @@ class ReferenceOps:
     activation = staticmethod(activation)
     gated_activation = staticmethod(gated_activation)
     moe = staticmethod(moe)
+
+    @staticmethod
+    def expert_counts(experts: Experts) -> np.ndarray:
+        return experts.counts
 
     @staticmethod
     def gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

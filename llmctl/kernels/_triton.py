@@ -18,8 +18,11 @@ from llmctl.kernels._triton_deferred import NormedHeads, Rounded, Rows, Sum, Tur
 from llmctl.kernels._triton_graphs import Steps
 from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.attention._triton import attention
+from llmctl.kernels.embedding._triton import embedding
+from llmctl.kernels.head_linear._triton import head_linear
 from llmctl.kernels.layer_norm._triton import layer_norm
-from llmctl.kernels.linear._triton import TritonWeight, dequantized, linear, prepare_weight
+from llmctl.kernels.linear._triton import TritonWeight, linear, prepare_weight
+from llmctl.kernels.moe._triton import expert_counts, moe
 from llmctl.kernels.rms_norm._triton import add_rms_norm, rms_norm, rounded_rms_norm
 from llmctl.kernels.rotary._triton import HeadNorms, rotary_store
 from llmctl.kernels.store_kv import _triton_pages as pages_of
@@ -152,11 +155,17 @@ class TritonOps(ReferenceOps):
 
     @staticmethod
     def embedding(token_ids: torch.Tensor, table: TritonWeight, scale: float = 1.0) -> torch.Tensor:
-        return ReferenceOps.embedding(token_ids, dequantized(table, torch.float32).T, scale)
+        return embedding(token_ids, table, scale)
+
+    @staticmethod
+    def head_linear(x: Rows, weight: TritonWeight) -> torch.Tensor:
+        return head_linear(now(x), weight)
 
     @staticmethod
     def moe(x: Rows, router_logits: torch.Tensor, *choices: Any) -> torch.Tensor:
-        return ReferenceOps.moe(now(x), router_logits, *choices)
+        return moe(now(x), router_logits, *choices)
+
+    expert_counts = staticmethod(expert_counts)
 
     @staticmethod
     def scale(x: Rows, factor: float) -> torch.Tensor:

@@ -119,6 +119,9 @@ class Ops(Protocol):
 
     def moe(self, x: Array, router_logits: Array, experts: Experts, routing: Routing, activation: str) -> Array: ...
 
+    def expert_counts(self, experts: Experts) -> np.ndarray:
+        """`Experts.counts` of these, up to date: a backend may count where it computes."""
+
     def gated(self, x: Array, gate: Array) -> Array:
         """x [T, H] times the sigmoid of gate [T, 1]."""
 

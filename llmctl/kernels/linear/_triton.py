@@ -169,8 +169,8 @@ def _launch_matmul(
     sub_blocks = tile.sub_blocks if weight.form is not None else max(1, tile.sub_blocks // 4)
     matmul_kernel[(cdiv(m, tile.block_m) * cdiv(n, tile.block_n), tile.splits, matrices)](
         x, *tensors_of(weight), order, experts, _given(bias, x), out, m, n, weight.planes.low.shape[-1], k, *steps_of(weight),
-        x_share, matrices, **constants, SORTED=groups is not None, BATCHED=is_batched, HAS_BIAS=bias is not None, SPLITS=tile.splits,
-        SUB_BLOCKS=sub_blocks, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        x_share, matrices, **constants, SORTED=groups is not None, BATCHED=is_batched, HAS_BIAS=bias is not None,
+        SPLITS=tile.splits, SUB_BLOCKS=sub_blocks, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         UPCAST=interpreting() and x.dtype == torch.bfloat16, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 

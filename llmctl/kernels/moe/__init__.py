@@ -27,7 +27,7 @@ class Experts:
 
     gate, up, down: what `prepare_weight` makes of the three-dimensional weight, or a list of what it makes of one matrix an
     expert. gate_bias, up_bias, down_bias: what `prepare_vector` makes of (E, rows), or None. counts: int64 [E], tokens that
-    each expert had since the experts were prepared; every call of the op adds to it.
+    each expert had since the experts were prepared; every call of the op adds to it, at the latest when `Ops.expert_counts` asks.
     """
 
     gate: Any

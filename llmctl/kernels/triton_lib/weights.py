@@ -79,7 +79,7 @@ class TritonWeight:
         matrices = [self] if len(self.shape) == 2 else [self.matrix(index) for index in range(self.shape[0])]
         if self.form is None:
             return _to_numpy(self.planes.low)
-        if self.format in FORMATS:
+        if self.format in FORMS:
             rows = [unpack_blocks(self.format, matrix.planes, self.shape[-2]).cpu().numpy() for matrix in matrices]
             return QuantTensor(FORMATS[self.format], self.shape, np.stack(rows).reshape(*self.shape[:-1], -1))
         return _restored_integers(self, matrices)
