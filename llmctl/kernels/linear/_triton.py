@@ -75,7 +75,7 @@ class Activations:
 
 
 def activations_of(x: torch.Tensor, weight: TritonWeight, rounded: QuantizedRows | None = None) -> Activations:
-    """x [T, K], its columns in the order of the weight's, as weights prepared alike take it. rounded: x as int8, if it was made."""
+    """x [T, K], its columns in the order of the weight's, as weights prepared alike take it. rounded: x as int8, if there."""
     if weight.activations == "int8":
         rounded = rounded or quantize_rows(x.contiguous())
         return Activations(rounded.codes.view(torch.int64), rounded.scales, rounded.sums, x.dtype)

@@ -37,7 +37,7 @@ def round_sub_blocks(x):
 
 @triton.jit
 def store_rounded(values, codes, scales, sums, row, size, begin, BLOCK: tl.constexpr):
-    """values float32 [BLOCK], the numbers of a row of `size` from `begin` on, as QuantizedRows has them. BLOCK is a multiple of 32."""
+    """values float32 [BLOCK], the numbers of a row of `size` from `begin` on, as QuantizedRows has them. BLOCK: of whole 32."""
     block = begin // 32 + tl.arange(0, BLOCK // 32)
     column = block[:, None] * 32 + tl.arange(0, 32)[None, :]
     half = block[:, None] * 2 + tl.arange(0, 2)[None, :]
