@@ -86,7 +86,7 @@ def policy_rows(model: LoadedModel, text: str, context: int, chunks: int, share:
     """KL and top tokens of the second half of chunks, of whose first half a share is kept."""
     prompt = context // 2
     policies = [*budgets(prompt, share, ["sliding", "sinks", "snapkv"])]
-    policies += [replace(policies[-1], pooling="average"), replace(policies[-1], kernel=7)]
+    policies += [replace(policies[-1], pooling="average"), replace(policies[-1], kernel=7), replace(policies[-1], kernel=13)]
     pieces = cut(model.tokenizer, text, context, chunks)
     for policy, found in zip(policies, distances(model, pieces, prompt, policies), strict=True):
         pooling = f" ({policy.pooling} of {policy.kernel})" if policy.compresses else ""

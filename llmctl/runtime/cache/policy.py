@@ -35,14 +35,17 @@ class KvPolicy:
     budget: tokens, or a share (a float up to 1) of the prompt for snapkv, of the context for sliding and sinks; None for full.
     sinks: first tokens kept by "sinks". window, kernel, pooling: of snapkv: the queries that vote, and over how many
     neighbouring tokens (an odd number) votes are pooled, and how. The paper's kernel of 7 keeps 3 tokens behind one that is
-    looked at: of a number with a token a digit its first 4 digits. Errors: UsageError for numbers that do not fit together.
+    looked at; a number with a token a digit has 7 and more behind the word that names it. 21 was chosen among kernels of 7 to 41,
+    of means and of both, on manuals with other numbers and questions than those that figures are taken on: of 20 numbers in
+    4,090 tokens a quarter kept 3 with a kernel of 7, 16 with 13, and all 20 from 17 on; 21 left the answers' digits likeliest.
+    Errors: UsageError for numbers that do not fit together.
     """
 
     kind: PolicyKind = "full"
     budget: int | float | None = None
     sinks: int = 4
     window: int = 32
-    kernel: int = 13
+    kernel: int = 21
     pooling: Pooling = "max"
 
     def __post_init__(self) -> None:
