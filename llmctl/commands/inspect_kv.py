@@ -96,8 +96,8 @@ def inspect_kv(
         typer.Option(
             "--kv-policy",
             metavar="sliding|sinks|snapkv|full",
-            help="What-if: ways to drop tokens; a list or repeatable, full for none.",
-            show_default="all",
+            help="Ways to drop tokens; a list or repeatable, full for none. Live: the first.",
+            show_default="all, live: full",
         ),
     ] = None,
     kv_budget: Annotated[
@@ -105,7 +105,7 @@ def inspect_kv(
         typer.Option(
             "--kv-budget",
             metavar="SHARE",
-            help="What-if: how much of the text they keep; a list or repeatable.",
+            help="How much of the text they keep; a list or repeatable. Live: the first.",
             show_default="0.25",
         ),
     ] = None,
@@ -153,6 +153,7 @@ def inspect_kv(
         raise UsageError(f"either MODEL or --shape: both {spec or 'a text'} and --shape {shape[0]} were given")
     if shape and as_family is not None:
         raise UsageError("--as is for a MODEL: --shape says all there is to say")
+    policies = _policies(kv_policy)
     look = Look(
         views=_views(view, has_text=has_text, wants_advice=max_memory is not None),
         contexts=number_list(context or [], "--ctx-size", minimum=1),
@@ -161,7 +162,8 @@ def inspect_kv(
         has_types=kv_type is not None,
         new_tokens=max_tokens,
         needles=needles,
-        policies=_policies(kv_policy),
+        policies=[name for name in policies if name != "full"],
+        live_policy=policies[0] if kv_policy else "full",
         shares=_shares(kv_budget),
         within=size_in_bytes(max_memory, "--max-memory"),
     )
@@ -192,14 +194,14 @@ def _views(options: list[str] | None, *, has_text: bool, wants_advice: bool) -> 
 
 
 def _policies(options: list[str] | None) -> list[str]:
-    """The policies to try that drop something. Errors: UsageError."""
+    """The policies to try, each once. Errors: UsageError."""
     from llmctl.runtime.cache.policy import POLICIES
 
     asked = [name.strip().lower() for option in options or POLICIES for name in option.split(",")]
     unknown = next((name for name in asked if name not in POLICIES), None)
     if unknown is not None:
         raise UsageError(f"--kv-policy {unknown}: expected {', '.join(POLICIES)}")
-    return [name for name in dict.fromkeys(asked) if name != "full"]
+    return list(dict.fromkeys(asked))
 
 
 def _shares(options: list[str] | None) -> list[float]:

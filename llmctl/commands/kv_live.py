@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmctl.commands import console
 from llmctl.commands.heat_map import HeatMap, Piece, has_blocks, legend, level, map_lines, show, width
+from llmctl.commands.kv_kept import print_kept
 
 if TYPE_CHECKING:
     from llmctl.runtime.inspection.live import LiveCache, LiveGroup
@@ -18,8 +19,10 @@ _LARGEST_PEAK = 16.0
 """A largest number so many times the root mean square has the darkest shade."""
 
 
-def live_document(cache: LiveCache, kv_type: str, keys: list[list[HeadRange]], values: list[list[HeadRange]]) -> dict[str, Any]:
-    """The view as a JSON object."""
+def live_document(
+    cache: LiveCache, kv_type: str, keys: list[list[HeadRange]], values: list[list[HeadRange]], kept: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The view as a JSON object. kept: from `kept_document`, None where all tokens are."""
     return {
         "kv_type": kv_type,
         "page_tokens": cache.page_tokens,
@@ -28,6 +31,7 @@ def live_document(cache: LiveCache, kv_type: str, keys: list[list[HeadRange]], v
         "bytes_held": cache.bytes_held,
         "layer_bytes": cache.layer_bytes,
         "groups": [_group(group) for group in cache.groups],
+        "kept": kept,
         "keys": [[asdict(head) for head in layer] for layer in keys],
         "values": [[asdict(head) for head in layer] for layer in values],
     }
@@ -59,6 +63,9 @@ def print_live(live: dict[str, Any], texts: list[list[str]]) -> None:
     for group in live["groups"]:
         console.result()
         _print_group(group, live, texts)
+    if live["kept"] is not None:
+        console.result()
+        print_kept(live["kept"], texts[0])
     console.result()
     _print_layers(live)
     console.result()
@@ -98,13 +105,18 @@ def block_rows(table: list[dict[str, Any]], page_tokens: int, text: list[str]) -
     return [
         (
             str(page["page"]),
-            f"{page['first']}-{page['first'] + page['tokens'] - 1}",
+            page_tokens_text(page),
             f"{page['tokens']}/{page_tokens}",
             str(page["holders"]),
-            console.one_line("".join(text[page["first"] : page["first"] + page["tokens"]])),
+            "" if page["first"] is None else console.one_line("".join(text[page["first"] : page["first"] + page["tokens"]])),
         )
         for page in table
     ]
+
+
+def page_tokens_text(page: dict[str, Any]) -> str:
+    """Which tokens a page has."""
+    return "by head" if page["first"] is None else f"{page['first']}-{page['first'] + page['tokens'] - 1}"
 
 
 def _page_marks() -> tuple[str, str]:

@@ -19,6 +19,7 @@ _ANCHORS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231
 """Viridis: even in lightness, for every kind of eye and in print."""
 _SHADES = 8
 _CELL = 12
+_KEPT_COLUMNS, _KEPT_LINE = 512, 5
 _STYLE = """
 .maps{display:flex;flex-wrap:wrap;gap:1em}figure{margin:.5em 0}figcaption{color:var(--soft)}
 .text{white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid var(--line);padding:.8em;max-height:40em;overflow-y:auto}
@@ -31,6 +32,7 @@ background:linear-gradient(to top,var(--bar) var(--f),transparent var(--f))}
 .row{display:flex;align-items:center;gap:.5em;break-inside:avoid}
 .row span{width:1.6em;text-align:right;font-size:10px}
 .row img{image-rendering:pixelated;max-width:calc(100% - 3em)}
+.kept img{width:100%}
 .ramp{display:inline-block;width:8em;height:.8em;vertical-align:middle}
 @media print{.text{max-height:none;overflow:visible}details>*{display:block}}
 """
@@ -82,6 +84,7 @@ def _live(document: dict[str, Any]) -> Iterator[str]:
         rows = kv_live.block_rows(group["tables"][0], live["page_tokens"], live["texts"][0])
         inner = table(_lower(kv_live.BLOCK_HEADERS), rows, caption="Block table of the first sequence", numbers=range(4))
         yield f"<details><summary>Block table</summary>{inner}</details>"
+    yield from _kept(document)
     sizes = [(first, last, console.format_bytes(nbytes)) for first, last, nbytes in kv_live.layer_runs(live["layer_bytes"])]
     yield table(("From layer", "To", "Held by each"), sizes, caption="Bytes by layer", numbers=range(3))
     yield "<h3>Keys and values</h3><p class='soft'>Peak: the largest magnitude by the root mean square of its head.</p>"
@@ -89,6 +92,32 @@ def _live(document: dict[str, Any]) -> Iterator[str]:
     headers, rows = _lower(kv_live.RANGE_HEADERS), kv_live.range_rows(live)
     inner = table(headers, rows, caption="All heads of a layer together", numbers=range(7))
     yield f"<details><summary>Ranges</summary>{inner}</details>"
+
+
+def _kept(document: dict[str, Any]) -> Iterator[str]:
+    """What a policy has left, where there is one."""
+    from llmctl.commands.kv_kept import describe_kept, kept_shares
+
+    live = document["live"]
+    if (kept := live["kept"]) is None:
+        return
+    yield f"<h3>What is kept</h3><p>{escape(describe_kept(kept))} {_ramp()}</p>"
+    yield "<p class='soft'>A row for each layer, in it one for each head, the text from left to right.</p>"
+    layers, length = kept_shares(kept, _KEPT_COLUMNS), kept["num_tokens"]
+    rows = "".join(_kept_layer(layer, heads, kept["layers"][layer], length) for layer, heads in enumerate(layers))
+    yield f"<div class='kept'>{rows}</div>"
+    yield "<h3>What half of the heads or more have dropped</h3>"
+    yield _dropped_text(live["texts"][0], kept["dropped"])
+
+
+def _kept_layer(layer: int, heads: list[list[float]], counts: list[dict[str, Any]], length: int) -> str:
+    """One layer's heads as a picture, a line each."""
+    import numpy as np
+
+    alt = f"layer {layer}: its heads keep {', '.join(str(head['kept']) for head in counts)} of {length} tokens"
+    shades = (np.array(heads).repeat(_KEPT_LINE, 0) * 254 + 1).round().astype(np.uint8)
+    picture = base64.b64encode(png(shades, _PALETTE)).decode("ascii")
+    return f"<div class='row'><span>{layer}</span><img alt='{alt}' title='{alt}' src='data:image/png;base64,{picture}'></div>"
 
 
 def _live_summary(live: dict[str, Any]) -> str:
@@ -99,10 +128,12 @@ def _live_summary(live: dict[str, Any]) -> str:
 
 def _page_strip(pages: list[dict[str, Any]], page_tokens: int) -> str:
     """A sequence's pages as boxes, filled as they are."""
+    from llmctl.commands.kv_live import page_tokens_text
+
     boxes = []
     for page in pages:
         kind = " class='shared'" if page["holders"] > 1 else ""
-        title = f"page {page['page']}: tokens {page['first']} to {page['first'] + page['tokens'] - 1}, held by {page['holders']}"
+        title = f"page {page['page']}: tokens {page_tokens_text(page)}, held by {page['holders']}"
         boxes.append(f"<i{kind} style='--f:{page['tokens'] / page_tokens:.0%}' title='{title}'></i>")
     filled = sum(page["tokens"] for page in pages)
     return f"<div class='pages' role='img' aria-label='{len(pages)} pages with {filled} tokens'>{''.join(boxes)}</div>"
@@ -223,6 +254,10 @@ def _color(share: float) -> tuple[int, ...]:
     return tuple(round(a + (place - low) * (b - a)) for a, b in zip(_ANCHORS[low], _ANCHORS[low + 1], strict=True))
 
 
+_PALETTE = [(255, 255, 255), *(_color(i / 254) for i in range(255))]
+"""White between what is shaded, then 255 shades."""
+
+
 def _css(share: float) -> str:
     return "#{:02x}{:02x}{:02x}".format(*_color(share))
 
@@ -237,8 +272,7 @@ def atlas_png(maps: np.ndarray) -> bytes:
     large = shades.round().astype(np.uint8).repeat(tile, 2).repeat(tile, 3)
     framed = np.zeros((layers, heads, bins * tile + 1, bins * tile + 1), np.uint8)
     framed[:, :, :-1, :-1] = large
-    palette = [(255, 255, 255), *(_color(i / 254) for i in range(255))]
-    return png(framed.transpose(0, 2, 1, 3).reshape(layers * framed.shape[2], heads * framed.shape[3]), palette)
+    return png(framed.transpose(0, 2, 1, 3).reshape(layers * framed.shape[2], heads * framed.shape[3]), _PALETTE)
 
 
 def png(pixels: np.ndarray, palette: Sequence[tuple[int, ...]]) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from llmctl.commands.kv_text import InspectedText
     from llmctl.commands.session import Request, Session
     from llmctl.runtime.cache.memory import LayerShape
+    from llmctl.runtime.cache.policy import PolicyKind
     from llmctl.runtime.inspection.attention import AttentionSurvey
     from llmctl.runtime.inspection.what_if import Choice, Needle
     from llmctl.runtime.loading import LoadedModel
@@ -27,7 +28,8 @@ DEFAULT_ANSWER = 32
 class Look:
     """What is to be looked at. contexts, batches, types: of the plan. has_types: they were asked for. new_tokens: generated
     before the live view and compared in the what-if view, None for what is usual. policies, shares: what is tried of dropping
-    tokens, and how much of the text is kept. within: bytes."""
+    tokens, and how much of the text is kept. live_policy: whose cache the live view shows, with the first share. within:
+    bytes."""
 
     views: tuple[str, ...]
     contexts: list[int]
@@ -37,6 +39,7 @@ class Look:
     new_tokens: int | None
     needles: int
     policies: list[str]
+    live_policy: PolicyKind
     shares: list[float]
     within: int | None
 
@@ -84,13 +87,16 @@ def _survey(model: LoadedModel, text: InspectedText) -> AttentionSurvey:
 
 
 def _live(model: LoadedModel, look: Look, text: InspectedText, survey: AttentionSurvey | None) -> dict[str, Any]:
+    from llmctl.commands.kv_kept import kept_document
     from llmctl.commands.kv_live import live_document
     from llmctl.commands.kv_text import pieces, put_back_saved
     from llmctl.runtime.inspection.live import look_at_cache
     from llmctl.runtime.inspection.ranges import survey_ranges
+    from llmctl.runtime.inspection.what_if import Choice
 
+    policy = Choice(model.kv_type, look.live_policy, look.shares[0]).policy(len(text.token_ids))
     cache = look_at_cache(
-        model,
+        replace(model, kv_policy=policy),
         text.token_ids,
         sequences=max(look.batches),
         new_tokens=look.new_tokens or 0,
@@ -101,7 +107,9 @@ def _live(model: LoadedModel, look: Look, text: InspectedText, survey: Attention
             keys, values = survey_ranges(model, text.token_ids, bar.update_to)
     else:
         keys, values = survey.keys, survey.values
-    return {**live_document(cache, model.kv_type, keys, values), "texts": [pieces(model, ids) for ids in cache.token_ids]}
+    kept = None if policy.budget is None else kept_document(cache.kept, str(policy), model.config.kv_layers())
+    texts = [pieces(model, ids) for ids in cache.token_ids]
+    return {**live_document(cache, model.kv_type, keys, values, kept), "texts": texts}
 
 
 def _what_if(session: Session, model: LoadedModel, look: Look, text: InspectedText) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -54,6 +55,65 @@ def test_every_token_lies_in_the_page_that_the_table_says(inspect):
     assert (full["pages_held"], full["tokens_held"]) == (len(table), length)
     assert full["waste"] == pytest.approx(1 - length / (16 * len(table)))
     assert window["tables"][0][-1]["tokens"] == table[-1]["tokens"]
+
+
+def kept_positions(head: dict) -> list[int]:
+    """Of a head in the live view."""
+    return [position for first, count in head["runs"] for position in range(first, first + count)]
+
+
+def test_snapkv_is_shown_as_it_left_every_head(inspect):
+    text = PROMPT * 2
+    document = inspect("-p", text, "--view", "live", "--kv-policy", "snapkv", "--kv-budget", "0.5", "-n", "3")
+    live, full = document["live"], inspect("-p", text, "--view", "live", "-n", "3")["live"]
+    assert full["kept"] is None
+    kept, length = live["kept"], live["lengths"][0]
+    budget = -(-document["text"]["num_tokens"] // 2)
+    for group, whole in zip(live["groups"], full["groups"], strict=True):
+        heads = [head for layer in group["layers"] for head in kept["layers"][layer]]
+        positions = [kept_positions(head) for head in heads]
+        assert all(head["kept"] == len(own) for head, own in zip(heads, positions, strict=True))
+        (table,), (whole_table,) = group["tables"], whole["tables"]
+        if group["sliding_window"] is not None:  # its own, and no other than without a policy
+            assert table == whole_table
+            assert all(own == list(range(length - len(own), length)) for own in positions)
+            continue
+        assert {len(own) for own in positions} == {budget + 3} == {group["tokens_held"]}
+        assert all(own[-35:] == list(range(length - 35, length)) for own in positions)  # the window, and what followed
+        assert len({tuple(own) for own in positions}) > 1
+        dropped = np.mean([[place not in own for place in range(length)] for own in map(set, positions)], axis=0)
+        assert kept["dropped"] == pytest.approx(dropped)
+        assert [page["first"] for page in table[: budget // 16]] == [None] * (budget // 16)
+        assert sum(page["tokens"] for page in table) == budget + 3
+        assert group["pages_held"] < whole["pages_held"]
+    assert live["bytes_held"] < full["bytes_held"]
+    assert kept["bytes"] < kept["full_bytes"]
+
+
+def test_sinks_are_shown_with_the_last_tokens(inspect):
+    live = inspect("-p", PROMPT * 2, "--view", "live", "--kv-policy", "sinks,snapkv", "--kv-budget", "0.25,0.5")["live"]
+    length = live["lengths"][0]
+    policy_group = max(live["groups"], key=lambda group: group["sliding_window"])
+    budget = -(-length // 4)
+    for layer in policy_group["layers"]:
+        for head in live["kept"]["layers"][layer]:
+            assert head["runs"] == [[0, 4], [length - budget + 5, budget - 5]]  # the next token is one of the budget's
+            assert head["kept"] == budget - 1
+    assert live["kept"]["kv_policy"].startswith("sinks")
+
+
+def test_what_is_kept_is_drawn_and_what_is_dropped_cut_out(call, tiny, tmp_path):
+    options = ("--view", "live", "--kv-policy", "snapkv", "--kv-budget", "0.5", "--no-chat", "-q")
+    done = call("inspect-kv", tiny, "-p", PROMPT * 2, *options)
+    assert re.search(r"KEPT  snapkv, \d+ tokens: each head keeps \d+ to \d+ of \d+ tokens", done.out)
+    assert "head 0" in done.out
+    assert "[-" in done.out.partition("is cut out:")[2]
+    assert "by head" in done.out
+    page = tmp_path / "kept.html"
+    assert call("inspect-kv", tiny, "-p", PROMPT * 2, *options, "-o", page).code == 0
+    html = page.read_text("utf-8")
+    assert re.search(r"alt='layer 1: its heads keep \d+", html)
+    assert "<del>" in html
 
 
 def test_pages_that_no_query_sees_any_more_are_gone(inspect):

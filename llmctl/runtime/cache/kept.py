@@ -42,6 +42,17 @@ class KeptTokens:
         """Tokens that it has no more."""
         return self.num_tokens - self.num_kept(layer)
 
+    def dropped(self, layers: Sequence[LayerShape], length: int) -> np.ndarray:
+        """The share of heads that have no more of each of the first `length` tokens. layers: as they are without a policy; those
+        with a window of their own do not count."""
+        heads, missing = 0, np.zeros(length)
+        for layer, shape in enumerate(layers):
+            if shape.sliding_window is None:
+                for positions in self.positions(layer):
+                    missing[np.setdiff1d(np.arange(length), positions, assume_unique=True)] += 1
+                    heads += 1
+        return missing / max(1, heads)
+
     @property
     def nbytes(self) -> int:
         """Of what is kept, over all layers."""

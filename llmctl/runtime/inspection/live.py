@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from llmctl.runtime.cache.block_manager import GroupStats, PageUse, ReuseStats
+from llmctl.runtime.cache.kept import KeptTokens
 from llmctl.runtime.cache.memory import BLOCK_SIZE, layer_bytes_per_token
 from llmctl.runtime.engine import Engine, Sequence
 from llmctl.runtime.loading import LoadedModel
@@ -14,11 +15,12 @@ from llmctl.runtime.sampling.params import SamplingParams
 
 @dataclass(frozen=True)
 class LivePage:
-    """A page of a sequence's block table. first: the position of its first token. tokens: how many it has. holders: sequences
-    whose tables have it. is_known: a text that begins alike would find it."""
+    """A page of a sequence's block table. first: the position of its first token; None where every head has tokens of its own
+    choice in it. tokens: how many it has. holders: sequences whose tables have it. is_known: a text that begins alike would find
+    it."""
 
     page: int
-    first: int
+    first: int | None
     tokens: int
     holders: int
     is_known: bool
@@ -39,7 +41,7 @@ class LiveGroup:
 @dataclass(frozen=True)
 class LiveCache:
     """The cache after a text, and tokens generated from it. lengths: tokens computed of each sequence. found: tokens of the
-    prompt that were in the cache before it began. layer_bytes: held by each layer."""
+    prompt that were in the cache before it began. layer_bytes: held by each layer. kept: what the first sequence still has."""
 
     page_tokens: int
     lengths: list[int]
@@ -48,6 +50,7 @@ class LiveCache:
     groups: list[LiveGroup]
     layer_bytes: list[int]
     token_ids: list[list[int]]
+    kept: KeptTokens
 
     @property
     def bytes_held(self) -> int:
@@ -88,7 +91,7 @@ def _describe(engine: Engine, running: list[Sequence]) -> LiveCache:
             group.layers,
             group.window,
             stats,
-            [_table(sequence, own[number]) for sequence, own in zip(running, tables, strict=True)],
+            [_table(sequence, own[number], group.window) for sequence, own in zip(running, tables, strict=True)],
             sum(sizes[layer] for layer in group.layers),
         )
         for number, (group, stats) in enumerate(zip(plan.groups, engine.group_stats, strict=True))
@@ -102,11 +105,21 @@ def _describe(engine: Engine, running: list[Sequence]) -> LiveCache:
         groups=groups,
         layer_bytes=[held[layer] for layer in range(len(layers))],
         token_ids=[list(sequence.token_ids[: sequence.num_computed]) for sequence in running],
+        kept=engine.kept(running[0]),
     )
 
 
-def _table(sequence: Sequence, table: list[PageUse]) -> list[LivePage]:
-    firsts = [use.index * BLOCK_SIZE for use in table]
-    counts = [min(BLOCK_SIZE, max(0, sequence.num_computed - first)) for first in firsts]
-    every = zip(table, firsts, counts, strict=True)
-    return [LivePage(use.page, first, count, use.holders, use.is_known) for use, first, count in every]
+def _table(sequence: Sequence, table: list[PageUse], window: int | None) -> list[LivePage]:
+    pages = []
+    chosen, dropped = _compressed(sequence) if window is None else (0, 0)
+    for use in table:
+        place = use.index * BLOCK_SIZE
+        tokens = min(BLOCK_SIZE, max(0, sequence.num_computed - dropped - place))
+        pages.append(LivePage(use.page, None if place < chosen else place + dropped, tokens, use.holders, use.is_known))
+    return pages
+
+
+def _compressed(sequence: Sequence) -> tuple[int, int]:
+    """Tokens at the beginning of a sequence's tables that its heads have chosen, and how many there are no more."""
+    done = sequence.compression
+    return (done.num_kept, done.num_dropped) if done is not None and done.is_done else (0, 0)

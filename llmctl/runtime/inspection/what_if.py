@@ -14,7 +14,7 @@ import numpy as np
 
 from llmctl.kernels.kv_types import KV_TYPES
 from llmctl.runtime.cache.kept import KeptTokens
-from llmctl.runtime.cache.memory import Demand, LayerShape, bytes_per_token, plan_cache
+from llmctl.runtime.cache.memory import Demand, bytes_per_token, plan_cache
 from llmctl.runtime.cache.policy import FULL, KvPolicy, PolicyKind
 from llmctl.runtime.engine import Engine
 from llmctl.runtime.engine.model_runner import LogitsReader
@@ -187,7 +187,7 @@ def _outcome(
         float(max(score.kl for score in scores)),
         float(np.mean([score.same_top for score in scores])),
         found,
-        None if choice.kind == "full" else _dropped(kept, model.config.kv_layers(), length),
+        None if choice.kind == "full" else kept.dropped(model.config.kv_layers(), length),
     )
 
 
@@ -198,19 +198,6 @@ def _with(model: LoadedModel, choice: Choice, num_tokens: int) -> LoadedModel:
 
 def _allocated(model: LoadedModel, context: int, sequences: int) -> int:
     return plan_cache(model.kv_layers(context), model.kv_type, Demand(context, sequences)).nbytes or 0
-
-
-def _dropped(kept: KeptTokens, layers: Sequence[LayerShape], length: int) -> np.ndarray:
-    """The share of heads that have no more of each of a text's first `length` tokens."""
-    heads, missing = 0, np.zeros(length)
-    for layer, shape in enumerate(layers):
-        if shape.sliding_window is None:
-            for positions in kept.positions(layer):
-                has = np.zeros(length, bool)
-                has[positions[positions < length]] = True
-                missing += ~has
-                heads += 1
-    return missing / max(1, heads)
 
 
 def _run(model: LoadedModel, token_ids: list[int], answer: list[int]) -> tuple[np.ndarray, KeptTokens]:
