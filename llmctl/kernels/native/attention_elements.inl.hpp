@@ -13,6 +13,25 @@ struct Brain { uint16_t bits; };
 struct Small { uint8_t bits; };   // E4M3 without infinities: 448 is the largest, 0x7F a NaN
 inline F32 load_lanes(const Half* p) { return load_f16(&p->bits); }
 inline F32 load_lanes(const Brain* p) { return load_bf16(&p->bits); }
+// An f16 number has as many more bits of exponent as E4M3 has fewer of the digits, and 2^-8 of the value: E4M3's smallest numbers,
+// which have no leading one, become such numbers as well.
+#if defined(__AVX512F__)
+inline F32 load_lanes(const Small* p) {
+  __m128i codes = _mm_loadu_si128((const __m128i*)p);
+  __m256i halves = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7), _mm256_set1_epi16((short)0xBFFF));
+  __mmask16 numbers = _mm_cmpneq_epi8_mask(_mm_add_epi8(codes, codes), _mm_set1_epi8((char)0xFE));
+  return {_mm512_mask_mul_ps(_mm512_set1_ps(NAN), numbers, _mm512_cvtph_ps(halves), _mm512_set1_ps(256))};
+}
+#elif defined(__AVX2__)
+inline F32 load_lanes(const Small* p) {
+  __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), most = _mm256_set1_epi16(0x3F80);
+  __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xBFFF));
+  halves = _mm256_or_si256(halves, _mm256_slli_epi16(_mm256_cmpeq_epi16(_mm256_and_si256(halves, most), most), 9));   // a NaN
+  __m256 factor = _mm256_set1_ps(256);
+  return {_mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), factor),
+          _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), factor)};
+}
+#else
 inline F32 load_lanes(const Small* p) {
   I32 code = load_u8_i32(&p->bits), exponent = bit_and(shift_right<3>(code), set_i32(15));
   I32 implicit = bit_and(shift_right<1>(add(exponent, set_i32(15))), set_i32(8));   // 8 where the exponent is not 0
@@ -22,6 +41,7 @@ inline F32 load_lanes(const Small* p) {
   size = select_less(size, set_f32(480), size, set_f32(NAN));
   return from_bits(bit_or(bits(size), shift_left<24>(bit_and(code, set_i32(128)))));
 }
+#endif
 
 inline void round_to(float* to, F32 x) { store_f32(to, x); }
 inline void round_to(Half* to, F32 x) { store_f16(&to->bits, x); }
@@ -140,17 +160,58 @@ inline void quantize_row(const float* x, int64_t n, BlockRow& row) {
   }
 }
 
-// Four-bit codes as lanes: those below, or those above.
-template <bool kUpper>
+// Codes of 4 bits as lanes, less kLess: those below, or those above. Codes of 5, whose highest bits are bit `bit` of the bytes at
+// `high`, or the bits of `fifths`.
+#if defined(__AVX512F__)
+template <bool kUpper, int kLess>
 inline F32 load_fours(const uint8_t* p) {
-  I32 bytes = load_u8_i32(p);
-  if constexpr (kUpper) return to_f32(shift_right<4>(bytes));
-  return to_f32(bit_and(bytes, set_i32(15)));
+  const __m512 first = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  I32 bytes = load_u8_i32(p);   // a table is asked by the lowest four bits
+  return {_mm512_permutexvar_ps(kUpper ? shift_right<4>(bytes).v : bytes.v, _mm512_sub_ps(first, _mm512_set1_ps(kLess)))};
 }
+inline F32 with_fifths(F32 fours, __mmask16 fifths) {
+  return {_mm512_mask_add_ps(fours.v, fifths, fours.v, _mm512_set1_ps(16))};
+}
+template <bool kUpper>
+inline F32 load_fives(const uint8_t* p, const uint8_t* high, int bit) {
+  __mmask16 fifths = _mm_test_epi8_mask(_mm_loadu_si128((const __m128i*)high), _mm_set1_epi8((char)(1 << bit)));
+  return with_fifths(load_fours<kUpper, 0>(p), fifths);
+}
+template <bool kUpper>
+inline F32 load_fives(const uint8_t* p, uint16_t fifths) { return with_fifths(load_fours<kUpper, 0>(p), fifths); }
+#else
+using Bytes = uint8_t __attribute__((vector_size(16)));   // cheaper to work on before they are made wider
+
+inline Bytes load_bytes(const uint8_t* p) {
+  Bytes bytes;
+  memcpy(&bytes, p, 16);
+  return bytes;
+}
+inline F32 to_lanes(Bytes bytes, int less) {
+  uint8_t lanes[16];
+  memcpy(lanes, &bytes, 16);
+  I32 codes = load_u8_i32(lanes);
+  return to_f32(less ? sub(codes, set_i32(less)) : codes);
+}
+template <bool kUpper> inline Bytes fours_of(const uint8_t* p) { return kUpper ? load_bytes(p) >> 4 : load_bytes(p) & 15; }
+template <bool kUpper, int kLess>
+inline F32 load_fours(const uint8_t* p) { return to_lanes(fours_of<kUpper>(p), kLess); }
+template <bool kUpper>
+inline F32 with_fifths(const uint8_t* p, Bytes bytes, Bytes bits) {
+  return to_lanes(fours_of<kUpper>(p) | ((Bytes)((bytes & bits) == bits) & 16), 0);
+}
+template <bool kUpper>
+inline F32 load_fives(const uint8_t* p, const uint8_t* high, int bit) {
+  return with_fifths<kUpper>(p, load_bytes(high), uint8_t(1 << bit) - Bytes{});
+}
+template <bool kUpper>
+inline F32 load_fives(const uint8_t* p, uint16_t fifths) {
+  const Bytes low = uint8_t(fifths) - Bytes{}, high = uint8_t(fifths >> 8) - Bytes{};
+  const Bytes bytes = __builtin_shuffle(low, high, Bytes{0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31});
+  return with_fifths<kUpper>(p, bytes, Bytes{1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128});
+}
+#endif
 
 struct Scales { F32 scale, offset; };   // the offset is Q5's
-
-inline F32 apply(Q4, F32 codes, const Scales& s) { return mul(sub(codes, set_f32(8)), s.scale); }
-inline F32 apply(Q5, F32 codes, const Scales& s) { return fma(codes, s.scale, s.offset); }
 
 }  // namespace llmctl::LLMCTL_ISA

@@ -146,15 +146,10 @@ struct PageKeys {
     } else {
       const uint8_t* codes = head.keys + (d / 32 * 16 + d % 16) * kPageTokens;
       if constexpr (!kUpper) prefetch(codes + head.ahead);
-      F32 lanes = load_fours<kUpper>(codes);
-      if constexpr (T::kHigh > 0) lanes = add(lanes, fifth_bits(head, d));
-      return apply(T(), lanes, s);
+      if constexpr (T::kHigh == 0) return mul(load_fours<kUpper, 8>(codes), s.scale);
+      const uint8_t* high = head.keys + (blocks * T::kCodes + d / 8) * kPageTokens;
+      return fma(load_fives<kUpper>(codes, high, int(d % 8)), s.scale, s.offset);
     }
-  }
-  F32 fifth_bits(const PageHead& head, int64_t d) const {   // 16 or 0
-    static const float kFactors[8] = {16, 8, 4, 2, 1, 0.5f, 0.25f, 0.125f};
-    I32 bytes = load_u8_i32(head.keys + (blocks * T::kCodes + d / 8) * kPageTokens);
-    return mul(to_f32(bit_and(bytes, set_i32(1 << (d % 8)))), set_f32(kFactors[d % 8]));
   }
   PageKeys columns(int64_t n) const { return {heads + n, blocks}; }
 };
@@ -186,19 +181,11 @@ struct PageValues {
     if constexpr (T::kCodes == 32) {
       return mul(to_f32(load_i8_i32((const int8_t*)codes + (kUpper ? 16 : 0))), s.scale);
     } else {
-      F32 lanes = load_fours<kUpper>(codes);
-      if constexpr (T::kHigh > 0) lanes = add(lanes, fifth_bits<kUpper>(place));
-      return apply(T(), lanes, s);
+      if constexpr (T::kHigh == 0) return mul(load_fours<kUpper, 8>(codes), s.scale);
+      uint16_t fifths;
+      memcpy(&fifths, values + kPageTokens * blocks * T::kCodes + place * T::kHigh + (kUpper ? 2 : 0), 2);
+      return fma(load_fives<kUpper>(codes, fifths), s.scale, s.offset);
     }
-  }
-  template <bool kUpper>
-  F32 fifth_bits(int64_t place) const {   // 16 or 0
-    static const int32_t kBits[16] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-    static const float kFactors[16] = {16,      8,        4,         2,          1,           0.5f,        0.25f,       0.125f,
-                                       0.0625f, 0.03125f, 0.015625f, 0.0078125f, 0x1p-8f, 0x1p-9f, 0x1p-10f, 0x1p-11f};
-    uint16_t bits;
-    memcpy(&bits, values + kPageTokens * blocks * T::kCodes + place * T::kHigh + (kUpper ? 2 : 0), 2);
-    return mul(to_f32(bit_and(set_i32(bits), load_i32(kBits))), load_f32(kFactors));
   }
   PageValues columns(int64_t n) const { return {values, scales, width, blocks, vector + n, token, ahead}; }
 };
