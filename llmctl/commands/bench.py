@@ -26,6 +26,8 @@ from llmctl.commands.options import (
     BackendOption,
     DeviceOption,
     DtypeOption,
+    GpuLayersOption,
+    GpuMemoryOption,
     JsonOption,
     KvBudgetOption,
     KvPolicyOption,
@@ -101,6 +103,8 @@ def bench(
     dtype: DtypeOption = None,
     device: DeviceOption = "auto",
     backend: BackendOption = "auto",
+    gpu_layers: GpuLayersOption = None,
+    gpu_memory_utilization: GpuMemoryOption = 0.9,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -112,6 +116,7 @@ def bench(
     from llmctl.commands.bench_output import make_printer
     from llmctl.kernels.backend import choose_compute
     from llmctl.runtime.cache.policy import parse_kv_policy
+    from llmctl.runtime.gpu_placement import GpuChoice, parse_gpu_layers
 
     if json and output is not None:
         raise UsageError(f"--json and -o {output} were both given: choose one")
@@ -125,6 +130,7 @@ def bench(
     choose_compute(**loading)  # what it refuses is refused before any model is looked for
     drafting = draft_request(draft, num_draft_tokens)
     loading["kv_policy"] = parse_kv_policy(kv_policy, kv_budget)
+    loading["gpu"] = GpuChoice(parse_gpu_layers(gpu_layers), gpu_memory_utilization)
     opened = [(name, _open(name, tests, {**loading, "family": as_family})) for name in models or [None]]
     sizes = [{**loading, "ctx_size": model.context_length} for _, model in opened]
     drafts = [open_draft(drafting, model, size) if drafting else None for (_, model), size in zip(opened, sizes, strict=True)]

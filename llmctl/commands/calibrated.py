@@ -46,6 +46,7 @@ class Calibrated:
     resume: bool
     check: bool
     threads: int | None
+    device: str
     family: str | None
     output: Path | None
     dry_run: bool
@@ -85,6 +86,7 @@ def carry_out_calibrated(request: Calibrated) -> None:
 
 
 def _request(request: Calibrated) -> Any:
+    from llmctl.kernels.backend import torch_device
     from llmctl.quant import gptq, grid_gptq
     from llmctl.quant.calibrated import Request, TextRequest
     from llmctl.quant.module_solver import Method
@@ -105,6 +107,7 @@ def _request(request: Calibrated) -> Any:
         budget=_budget(request),
         text=TextRequest(request.calibration, request.num_samples, request.seq_len, request.seed),
         threads=request.threads or default_threads(),
+        device=torch_device(request.device),
         max_ram=request.max_ram,
         family=request.family,
         imatrix=request.imatrix,

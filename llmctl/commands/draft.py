@@ -115,12 +115,13 @@ def _nbytes(draft: OpenedModel, formats: dict[str, Format] | None) -> int:
 
 def _open_model(spec: str, target: OpenedModel, loading: dict[str, Any]) -> OpenedModel:
     from llmctl.runtime.cache.policy import FULL
+    from llmctl.runtime.gpu_placement import USUAL_GPU
     from llmctl.runtime.loading import open_model
     from llmctl.runtime.store import resolve_model
     from llmctl.runtime.tokenizer.same_tokens import first_difference
 
     path = resolve_model(spec, progress=console.progress)
-    own = {"family": None, "kv_policy": FULL}
+    own = {"family": None, "kv_policy": FULL, "gpu": USUAL_GPU}
     trained = open_model(path, **{**loading, **own, "ctx_size": None})
     size = min(trained.context_length, target.context_length)
     opened = open_model(path, **{**loading, **own, "ctx_size": size})

@@ -147,6 +147,19 @@ ActivationsOption = Annotated[
         show_default="int8",
     ),
 ]
+GpuLayersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-layers",
+        metavar="N|auto",
+        help="How many of the last layers go to the GPU; the CPU computes the others. auto: all, or as many as fit.",
+        show_default="auto",
+    ),
+]
+GpuMemoryOption = Annotated[
+    float,
+    typer.Option("--gpu-memory-utilization", help="Share of the GPU's memory to use: the cache takes what weights leave."),
+]
 SeedOption = Annotated[
     int | None,
     typer.Option("--seed", min=0, help="Seed of the sampler: same seed, same text.", show_default="random"),

@@ -20,7 +20,7 @@ from llmctl.commands.conversion import (
     output_argument,
     size_in_bytes,
 )
-from llmctl.commands.options import AsOption, JsonOption, ModelArgument, QuietOption, ThreadsOption, VerboseOption
+from llmctl.commands.options import AsOption, Device, JsonOption, ModelArgument, QuietOption, ThreadsOption, VerboseOption
 
 if TYPE_CHECKING:
     from llmctl.quant.recipe import Recipe
@@ -114,6 +114,9 @@ def quantize(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped or killed.")] = False,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Measure the result on text it has not seen.")] = True,
     threads: ThreadsOption = None,
+    device: Annotated[
+        Device, typer.Option("--device", help="Where calibration text runs through the model. auto: on CUDA where torch sees it.")
+    ] = "auto",
     pre: PreOption = None,
     drop_surplus: DropSurplusOption = False,
     as_family: AsOption = None,
@@ -133,6 +136,7 @@ def quantize(
     method = _method(method)
     form = _format(format, method)
     of_text = {"--calibration": calibration, "--save-imatrix": save_imatrix, "--max-ram": max_ram}
+    of_text |= {f"--device {device}": device == "cuda"}
     of_gptq = {"--damping": damping is not None, "--activation-order": activation_order is not None}
     of_grids = {"--group-size": group_size, "--symmetric": symmetric is not None, "--per-tensor": per_tensor}
     of_budget = {"--target-size": target_size, "--target-bpw": target_bpw}
@@ -196,6 +200,7 @@ def quantize(
             resume=resume,
             check=check,
             threads=threads,
+            device=device,
             family=as_family,
             output=output_argument(output, is_folder=form != "gguf"),
             dry_run=dry_run,

@@ -17,6 +17,8 @@ from llmctl.commands.options import (
     CtxSizeOption,
     DeviceOption,
     DtypeOption,
+    GpuLayersOption,
+    GpuMemoryOption,
     JsonOption,
     KvBudgetOption,
     KvPolicyOption,
@@ -81,6 +83,8 @@ def run(
     dtype: DtypeOption = None,
     device: DeviceOption = "auto",
     backend: BackendOption = "auto",
+    gpu_layers: GpuLayersOption = None,
+    gpu_memory_utilization: GpuMemoryOption = 0.9,
     json: JsonOption = False,
     json_lines: opt.JsonLinesOption = False,
     logprobs: opt.LogprobsOption = None,
@@ -106,6 +110,7 @@ def run(
     from llmctl.commands.prompt_input import split_arguments, text_argument, whole_prompt
     from llmctl.commands.structure import structure
     from llmctl.runtime.cache.policy import parse_kv_policy
+    from llmctl.runtime.gpu_placement import GpuChoice, parse_gpu_layers
 
     given = {
         "temperature": temp,
@@ -146,6 +151,7 @@ def run(
             "ctx_size": ctx_size,
             "family": as_family,
             "kv_policy": parse_kv_policy(kv_policy, kv_budget),
+            "gpu": GpuChoice(parse_gpu_layers(gpu_layers), gpu_memory_utilization),
         },
         threads=threads,
         json=json,
@@ -225,7 +231,8 @@ def _check(request: Request) -> None:
     """Refuse what can be refused before any model is looked for. Errors: UsageError."""
     from llmctl.kernels.backend import choose_compute
 
-    choose_compute(**{name: value for name, value in request.loading.items() if name not in ("ctx_size", "family", "kv_policy")})
+    of_model = ("ctx_size", "family", "kv_policy", "gpu")
+    choose_compute(**{name: value for name, value in request.loading.items() if name not in of_model})
     for flag, texts in (("--stop", request.stop), ("--ban", request.banned)):
         if "" in texts:
             raise UsageError(f"{flag} needs some text, found an empty one")

@@ -17,6 +17,12 @@ class CudaDevice:
     memory: int
 
 
+def free_memory() -> tuple[int, int]:
+    """Bytes free and in all on the current CUDA device; what torch holds unused counts as free."""
+    free, total = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated(), total
+
+
 def cuda_devices() -> list[CudaDevice]:
     """The CUDA devices torch can use, none where there is no driver or torch is a CPU build."""
     if not torch.cuda.is_available():

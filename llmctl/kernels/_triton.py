@@ -6,6 +6,7 @@ Arrays are torch tensors, as in the reference, whose plumbing it shares, or resu
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,7 +79,12 @@ class TritonOps(ReferenceOps):
     def compile(
         self, forward: Callable[[BatchDescription, torch.Tensor], Rows], rotary_halves: list[int]
     ) -> Callable[[BatchDescription, np.ndarray], np.ndarray]:
-        return Steps(lambda *step: now(forward(*step)).float(), self.device, self._upload).run
+        def run(batch: BatchDescription, rows: torch.Tensor) -> torch.Tensor:
+            if batch.hidden is not None:
+                batch = replace(batch, hidden=batch.hidden.to(self._torch_dtype))
+            return now(forward(batch, rows)).float()
+
+        return Steps(run, self.device, self._upload).run
 
     @staticmethod
     def add(x: Rows, y: Rows) -> Sum:

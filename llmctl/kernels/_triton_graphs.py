@@ -102,12 +102,14 @@ class StepState:
 @dataclass(frozen=True)
 class StepShape:
     """What a graph is captured for. queries: tokens of each sequence. pages: width of the block tables of every page map.
-    inv_freqs: numbers of the frequencies of every rope, and whether each token has its own."""
+    inv_freqs: numbers of the frequencies of every rope, and whether each token has its own. hidden: numbers of a token that come
+    from layers elsewhere, 0 for none."""
 
     sequences: int
     queries: int
     pages: tuple[int, ...]
     inv_freqs: tuple[tuple[int, bool], ...]
+    hidden: int = 0
 
     @property
     def tokens(self) -> int:
@@ -125,7 +127,8 @@ def shape_of(batch: BatchDescription, rows: np.ndarray) -> StepShape | None:
     widest = (max(len(table) for table in page_map.block_tables) for page_map in batch.page_maps)
     pages = tuple(power_of_two(width, _LEAST_PAGES) for width in widest)
     inv_freqs = tuple((values.shape[-1], values.ndim == 2) for values in batch.inv_freqs)
-    return StepShape(next(size for size in SIZES if size >= len(counts)), int(counts[0]), pages, inv_freqs)
+    hidden = 0 if batch.hidden is None else batch.hidden.shape[1]
+    return StepShape(next(size for size in SIZES if size >= len(counts)), int(counts[0]), pages, inv_freqs, hidden)
 
 
 class _Step:
@@ -155,6 +158,7 @@ class _Step:
             unknown,
             [page_map(i) for i in range(len(self.shape.pages))],
             block_size,
+            hidden=tensors.get("hidden"),
         )
 
     def _clear(self) -> None:
@@ -170,6 +174,8 @@ class _Step:
         arrays, count = self.state.arrays, len(batch.token_ids)
         arrays["token_ids"][:count], arrays["positions"][:count] = batch.token_ids, batch.positions
         arrays["token_ids"][count:] = arrays["positions"][count:] = 0
+        if batch.hidden is not None:
+            arrays["hidden"][:count], arrays["hidden"][count:] = batch.hidden, 0
         for i, values in enumerate(batch.inv_freqs):
             own = values.ndim == 2
             arrays[f"inv_freq{i}"][: count if own else None] = values
@@ -192,6 +198,8 @@ def _arrays_of(shape: StepShape) -> dict[str, tuple[tuple[int, ...], type]]:
         "rows": ((tokens,), np.int64),
         "starts": ((sequences + 1,), np.int32),
     }
+    if shape.hidden:
+        arrays["hidden"] = ((tokens, shape.hidden), np.float32)
     for i, (half, own) in enumerate(shape.inv_freqs):
         arrays[f"inv_freq{i}"] = ((tokens, half) if own else (half,), np.float32)
     for i, pages in enumerate(shape.pages):

@@ -12,6 +12,7 @@ from llmctl.kernels.formats.spec import FORMATS
 from llmctl.kernels.kv_types import KV_TYPES, parse_kv_type, sides_of
 from llmctl.kernels.native import instruction_set, why_missing
 from llmctl.kernels.ops import Ops
+from llmctl.kernels.split import SplitOps
 
 BACKENDS = ("native", "triton", "reference")
 AUTO = "auto"
@@ -36,7 +37,8 @@ _CACHE_OPS = ("store_kv", "attention")
 @dataclass(frozen=True)
 class Compute:
     """How a model is computed, nothing left open. activations: None where the backend has no such choice. fallback: why the
-    native or the triton backend, which auto would have chosen, cannot be had."""
+    native or the triton backend, which auto would have chosen, cannot be had. gpu_layers: so many last layers are the triton
+    backend's, the ones before them the native one's; None for all on one."""
 
     backend: str
     device: str
@@ -44,6 +46,7 @@ class Compute:
     kv_type: str
     activations: str | None = None
     fallback: str | None = None
+    gpu_layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,14 @@ def _choose_device(backend: str, device: str) -> str:
     if device != AUTO:
         return device
     return "cuda" if backend != "native" and not interprets_triton() and sees_cuda() else "cpu"
+
+
+def torch_device(device: str) -> str:
+    """One of DEVICES for work that plain torch does. Errors: UsageError for CUDA that torch does not see."""
+    found = _choose_device("reference", device)
+    if found == "cuda" and not sees_cuda():
+        raise UsageError("--device cuda: torch sees no CUDA device; llmctl doctor --deep tells what it sees")
+    return found
 
 
 def sees_cuda() -> bool:
@@ -208,6 +219,15 @@ def make_ops(compute: Compute, threads: int) -> Ops:
     from llmctl.kernels._reference import ReferenceOps
 
     return ReferenceOps(compute.device, compute.dtype, threads)
+
+
+def make_split_ops(compute: Compute, threads: int, num_layers: int) -> SplitOps:
+    """Native for the first layers, the compute's own backend for the last `gpu_layers`. UsageError where native cannot be had."""
+    assert compute.gpu_layers is not None
+    if (missing := why_missing()) is not None:
+        raise UsageError(f"--gpu-layers: the other layers need the native backend: {missing}")
+    host = replace(compute, backend="native", device="cpu", dtype=default_dtype("native"))
+    return SplitOps(make_ops(host, threads), make_ops(compute, threads), num_layers - compute.gpu_layers)
 
 
 def capabilities() -> list[Capability]:

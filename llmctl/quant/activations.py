@@ -44,7 +44,8 @@ class Activations:
         return found
 
     def write(self, index: int, x: torch.Tensor) -> None:
-        """Replace a batch. OutputError if the disk is full."""
+        """Replace a batch, from whatever device. OutputError if the disk is full."""
+        x = x.cpu()
         if self._file is None:
             self._kept[index] = x
             return

@@ -44,7 +44,7 @@ from llmctl.runtime.tokenizer import load_tokenizer
 FitProgress = Callable[[str, int, int], None]
 GROUP_SIZES = (128, 64, 32)
 """What is tried where none is asked for, the first that divides the rows of every quantized matrix."""
-_VERSION = 2  # of the algorithm: unfinished runs of another one are not gone on with
+_VERSION = 3  # of the algorithm: unfinished runs of another one are not gone on with
 _HELD_OUT = 8
 
 
@@ -62,7 +62,8 @@ class TextRequest:
 class Request:
     """form: gguf or a name of LAYOUTS. bits, group_size, symmetric: of a packed folder's grid, group_size None for the largest
     of GROUP_SIZES. recipe, pure: of a GGUF file; budget: its size, where that decides the types. family: it is taken for one
-    of. imatrix: file of importances, which stand for those of the text where errors are weighed."""
+    of. imatrix: file of importances, which stand for those of the text where errors are weighed. device: where the text runs
+    through the model; matrices are solved on the CPU."""
 
     path: Path
     method: Method
@@ -78,6 +79,7 @@ class Request:
     max_ram: int | None = None
     family: str | None = None
     imatrix: Path | None = None
+    device: str = "cpu"
 
 
 @dataclass
@@ -122,6 +124,7 @@ class CalibratedPlan:
             "batch_tokens": self.memory.batch_tokens if self.memory else None,
             "lanes": self.memory.lanes if self.memory else None,
             "fast": self.fast,
+            "device": request.device,
             "imatrix": [request.imatrix.stat().st_size, request.imatrix.stat().st_mtime_ns] if request.imatrix else None,
             "torch": torch.__version__,
         }
@@ -276,7 +279,8 @@ def solve(plan: CalibratedPlan, work: WorkFolder, progress: Callable[[int, int],
             plan.weights,
             plan.calibration.rows,
             batch_tokens=plan.memory.batch_tokens,
-            lanes=plan.memory.lanes,
+            lanes=plan.memory.lanes if plan.request.device == "cpu" else 1,  # a GPU runs one batch at a time
+            device=plan.request.device,
             spill=work.path if plan.memory.spill else None,
         )
     job = plan.job

@@ -49,13 +49,13 @@ class HeldKeys:
 
 
 class CaptureOps(ReferenceOps):
-    """The reference ops in float32 on the CPU, one thread, where every prepared matrix knows the name it was read by.
+    """The reference ops in float32, one thread, where every prepared matrix knows the name it was read by.
 
     reading: name of the tensor that the next prepared matrix comes from; set by whoever reads it.
     """
 
-    def __init__(self) -> None:
-        super().__init__("cpu", "float32", 1)
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device, "float32", 1)
         self.reading = ""
         self._names: dict[int, tuple[str, torch.Tensor]] = {}
         self._local = threading.local()
@@ -64,6 +64,10 @@ class CaptureOps(ReferenceOps):
         prepared = super().prepare_weight(weight)
         self._names[id(prepared)] = (self.reading, prepared)  # which is kept, so that its id stays its own
         return prepared
+
+    def bring(self, array: np.ndarray) -> torch.Tensor:
+        """To the device."""
+        return self._upload(array)
 
     def forget(self) -> None:
         """Let go of the matrices prepared so far."""
@@ -121,7 +125,7 @@ class CaptureOps(ReferenceOps):
         keys, values = pages.keys, pages.values
         assert keys is not None
         assert values is not None
-        out = torch.empty(*queries.shape[:2], values.shape[-1])
+        out = queries.new_empty(*queries.shape[:2], values.shape[-1])
         for begin, end in zip(batch.cu_seqlens_q, batch.cu_seqlens_q[1:], strict=False):
             own = slice(begin, end)
             parts, unseen = (queries[own], keys[own], values[own]), sliding_window is not None and sliding_window < end - begin
@@ -169,7 +173,7 @@ class Batch:
         params = SamplingParams(temperature=0)
         chunks = [ScheduledChunk(Sequence(ids, params, Sampler(params)), len(ids)) for ids in rows]
         self._config = config
-        self.description = describe(chunks, (), self.tables).convert(torch.from_numpy)
+        self.description = describe(chunks, (), self.tables).convert(ops.bring)
         self.tables.prepare(self.description)
         self.token_ids = np.concatenate([np.array(ids, np.int64) for ids in rows])
 

@@ -35,9 +35,9 @@ def head_module(config: ModelConfig) -> str:
 def head_statistics(walk: Walk) -> Statistics:
     """Of the head's inputs. walk: past the last layer."""
     norm = Norm(walk.ops, walk.weights.config, walk.weights, "model.norm")
-    found = Statistics(walk.weights.config.hidden_size)
+    found = Statistics(walk.weights.config.hidden_size, device=walk.ops.device)
     for index in range(len(walk.batches)):
-        found.add(norm.forward(walk.activations.read(index)))
+        found.add(norm.forward(walk.entering(index)))
     found.finish()
     return found
 

@@ -22,16 +22,16 @@ _STRIP = 512
 
 
 class Statistics:
-    """Of one input of K channels, in float32.
+    """Of one input of K channels, in float32. Sums are made on `device`; from `finish` on they are in the machine's memory.
 
     products: Σ x xᵀ [K, K], after `finish` divided by the tokens, before that not whole; None if only the diagonal was asked for.
     squares: Σ x² [K]. magnitudes: Σ |x| [K]. count: tokens. given: float32 [K], importances of the columns from elsewhere, which
     then stand for E[x²] wherever errors are weighed; None for none.
     """
 
-    def __init__(self, columns: int, *, products: bool = True) -> None:
-        self.products = torch.zeros(columns, columns) if products else None
-        self.squares, self.magnitudes = torch.zeros(columns), torch.zeros(columns)
+    def __init__(self, columns: int, *, products: bool = True, device: str = "cpu") -> None:
+        self.products = torch.zeros(columns, columns, device=device) if products else None
+        self.squares, self.magnitudes = torch.zeros(columns, device=device), torch.zeros(columns, device=device)
         self.count = 0
         self.given: torch.Tensor | None = None
 
@@ -55,6 +55,8 @@ class Statistics:
 
     def finish(self) -> None:
         """To be called once when everything was added: makes `products` whole, and means of the sums."""
+        self.squares, self.magnitudes = self.squares.cpu(), self.magnitudes.cpu()
+        self.products = None if self.products is None else self.products.cpu()
         if self.products is None:
             return
         for rows, _ in self._strips():  # in place: at 8192 channels a copy would be 270 MB

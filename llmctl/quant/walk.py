@@ -91,12 +91,20 @@ class LayerWeights:
 
 class Walk:
     """rows: token ids. batch_tokens: most tokens of rows that run together. lanes: threads, each with statistics of its own
-    while it collects. spill: folder for the activations, None to keep them in memory."""
+    while it collects. spill: folder for the activations, None to keep them in memory. device: where layers run and sums are
+    made; activations rest, and statistics end, in the machine's memory."""
 
     def __init__(
-        self, weights: ModelWeights, rows: list[list[int]], *, batch_tokens: int, lanes: int, spill: Path | None = None
+        self,
+        weights: ModelWeights,
+        rows: list[list[int]],
+        *,
+        batch_tokens: int,
+        lanes: int,
+        spill: Path | None = None,
+        device: str = "cpu",
     ) -> None:
-        self.weights, self.ops, self.lanes = weights, CaptureOps(), lanes
+        self.weights, self.ops, self.lanes = weights, CaptureOps(device), lanes
         self.batches = [Batch(self.ops, weights.config, part) for part in _in_batches(rows, batch_tokens)]
         self._half_way = False
         self.activations = Activations([batch.num_tokens for batch in self.batches], weights.config.hidden_size, spill)
@@ -112,7 +120,7 @@ class Walk:
         positions = self.ops.prepare_weight(self.weights.read(_POSITIONS)) if config.learned_positions else None
         for index, batch in enumerate(self.batches):
             used, places = np.unique(batch.token_ids, return_inverse=True)
-            rows, places = self.ops.prepare_weight(take_rows(table, used)), torch.from_numpy(places)
+            rows, places = self.ops.prepare_weight(take_rows(table, used)), self.ops.bring(places)
             x = embedded(self.ops, config, places, rows, batch.description.positions, positions)
             self.activations.write(index, x)
         self.weights.release(_EMBEDDING)
@@ -153,7 +161,7 @@ class Walk:
                     return
                 missing.discard(name)
                 module = wanted[name]
-                found.setdefault(module, Statistics(x.shape[1], products=products)).add(x)
+                found.setdefault(module, Statistics(x.shape[1], products=products, device=self.ops.device)).add(x)
                 if not missing:
                     raise SeenEnough
 
@@ -164,9 +172,13 @@ class Walk:
                     continue
         return found
 
+    def entering(self, index: int) -> torch.Tensor:
+        """What comes into the layer under way, of one batch, on the device."""
+        return self.activations.read(index).to(self.ops.device)
+
     def _forward(self, built: DecoderLayer, index: int) -> torch.Tensor:
         """A batch through what is left of the layer."""
-        x = self.activations.read(index)
+        x = self.entering(index)
         return built.feed_forward(x) if self._half_way else self.batches[index].forward(built, x)
 
     def advance(self, layer: LayerWeights) -> None:
@@ -181,7 +193,7 @@ class Walk:
         if self._half_way or layer.config.parallel:
             return
         built = layer.build()
-        self._replace(lambda index: self.batches[index].attend(built, self.activations.read(index)))
+        self._replace(lambda index: self.batches[index].attend(built, self.entering(index)))
         self._half_way = True
 
     def _replace(self, forward: Callable[[int], torch.Tensor]) -> None:
@@ -200,7 +212,7 @@ class Walk:
         def made(index: int) -> torch.Tensor:
             if self._half_way or layer.config.parallel:
                 return self._forward(built, index)
-            return self.batches[index].attend(built, self.activations.read(index))
+            return self.batches[index].attend(built, self.entering(index))
 
         return list(Workers(self.lanes).in_order(made, batches))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmctl.errors import FormatError, LlmctlError, ModelNotFoundError, OutOfMemoryError, UsageError
-from llmctl.kernels.backend import Compute, choose_compute, fit_head_dim, make_ops
+from llmctl.kernels.backend import Compute, choose_compute, fit_head_dim, make_ops, make_split_ops
 from llmctl.kernels.formats.spec import Format
 from llmctl.kernels.ops import Ops
 from llmctl.runtime.cache.memory import Demand, LayerShape, bytes_per_token, fitting_context, plan_cache
@@ -19,12 +19,14 @@ from llmctl.runtime.checkpoint.checkpoint import Checkpoint
 from llmctl.runtime.checkpoint.files import read_json_object
 from llmctl.runtime.checkpoint.gguf import GgufCheckpoint
 from llmctl.runtime.checkpoint.text import quoted
+from llmctl.runtime.gpu_placement import USUAL_GPU, DeviceMemory, GpuChoice, place
 from llmctl.runtime.machine import default_threads, memory
 from llmctl.runtime.models.config import ModelConfig
 from llmctl.runtime.models.decoder import Decoder
 from llmctl.runtime.models.hf_config import token_ids
 from llmctl.runtime.models.registry import chosen_family, config_taken_for
 from llmctl.runtime.models.requantized import RequantizedWeights
+from llmctl.runtime.models.split_decoder import SplitDecoder
 from llmctl.runtime.models.weights import ModelWeights
 from llmctl.runtime.tokenizer import Tokenizer, load_tokenizer
 
@@ -77,6 +79,7 @@ class OpenedModel:
     context_length: int
     max_cache_bytes: int | None
     kv_policy: KvPolicy = FULL
+    gpu: GpuChoice = USUAL_GPU
 
     @property
     def config(self) -> ModelConfig:
@@ -108,12 +111,20 @@ class OpenedModel:
     ) -> LoadedModel:
         """Prepare the weights for the backend. threads: None for as many as `default_threads` says. progress: called with
         (done, total) layers. formats: round these matrices, by Hugging Face name, to other formats first."""
-        ops = make_ops(self.compute, default_threads() if threads is None else threads)
-        weights = self.weights if formats is None else RequantizedWeights(self.weights, formats, ops.threads)
-        decoder = Decoder(ops, weights, progress)
+        threads = default_threads() if threads is None else threads
+        weights = self.weights if formats is None else RequantizedWeights(self.weights, formats, threads)
+        if self.compute.gpu_layers is not None:
+            ops: Any = make_split_ops(self.compute, threads, self.config.num_layers)
+            decoder: Decoder = SplitDecoder(ops, weights, progress)
+        else:
+            ops = make_ops(self.compute, threads)
+            decoder = Decoder(ops, weights, progress)
         _name_unneeded(self.weights)
         _name_unpacked(self.weights, self.compute)
         self.checkpoint.release_all()
+        most = self.max_cache_bytes
+        if (left := _left_for_cache(self.compute, self.gpu)) is not None and self.compute.gpu_layers is None:
+            most = left  # what the weights really took is known now
         return LoadedModel(
             config=self.config,
             decoder=decoder,
@@ -123,7 +134,7 @@ class OpenedModel:
             kv_type=self.compute.kv_type,
             activations=self.compute.activations,
             context_length=self.context_length,
-            max_cache_bytes=self.max_cache_bytes,
+            max_cache_bytes=most,
             eos_token_ids=self.eos_token_ids,
             num_tokens=self.num_tokens,
             kv_policy=self.kv_policy,
@@ -141,11 +152,12 @@ def open_model(
     ctx_size: int | None = None,
     family: str | None = None,
     kv_policy: KvPolicy = FULL,
+    gpu: GpuChoice = USUAL_GPU,
 ) -> OpenedModel:
-    """Open a checkpoint (GGUF file, Hugging Face folder) for one backend.
+    """Open a checkpoint (GGUF file, Hugging Face folder) for one backend, or for two where a GPU does not hold it.
 
-    backend … activations: as `choose_compute`. ctx_size: tokens of context, None for what the model was trained with as far as
-    memory allows. family: name of the family it is taken for one of, None for the one it says it is. kv_policy: which tokens
+    gpu: how much of it goes there. backend … activations: as `choose_compute`. ctx_size: tokens of context, None for what the
+    model was trained with as far as memory allows. family: name of the family it is taken for one of, None for the one it says it is. kv_policy: which tokens
     caches keep. Raises FormatError, UnsupportedError, UsageError and OutOfMemoryError.
     """
     choices = (backend, device, dtype, kv_type, activations)
@@ -155,11 +167,10 @@ def open_model(
     if compute.fallback:
         _log.warning("the slow reference backend computes, since %s", compute.fallback)
     tokenizer = _tokenizer(weights)
-    available = _available_bytes(weights, compute)
-    most = None if available is None else int(available * _CACHE_SHARE)
+    compute, most = _placed(weights, compute, kv_policy, gpu, ctx_size)
     context = _context(weights.config, compute.kv_type, ctx_size, most)
     kv_policy.shapes(weights.config.kv_layers(), context)  # refused here, not after the weights are read
-    return OpenedModel(weights, tokenizer, compute, context, most, kv_policy)
+    return OpenedModel(weights, tokenizer, compute, context, most, kv_policy, gpu)
 
 
 def load_model(
@@ -297,6 +308,46 @@ def _end_tokens(weights: ModelWeights, tokenizer: Tokenizer | None) -> frozenset
     generation = getattr(weights.checkpoint, "generation_config", {}).get("eos_token_id")
     listed = token_ids(generation, f"{path}: generation_config.json: 'eos_token_id'")
     return frozenset({*weights.config.eos_token_ids, *listed, *(tokenizer.eos_token_ids if tokenizer else ())})
+
+
+def _placed(
+    weights: ModelWeights, compute: Compute, kv_policy: KvPolicy, gpu: GpuChoice, ctx_size: int | None
+) -> tuple[Compute, int | None]:
+    """Which layers go where, and the bytes there are for the cache (None: unknown)."""
+    if compute.backend == "triton" and (found := _device_memory(compute)) is not None:
+        shapes = kv_policy.shapes(weights.config.kv_layers(), ctx_size or weights.config.max_position_embeddings)
+        placement = place(weights, compute.kv_type, shapes, gpu, found, ctx_size)
+        if placement.gpu_layers is not None:
+            _log.warning("%d of %d layers on the GPU, the others on the CPU", placement.gpu_layers, weights.config.num_layers)
+        return replace(compute, gpu_layers=placement.gpu_layers), placement.cache_bytes
+    if isinstance(gpu.layers, int):
+        compute = _split_without_plan(compute, gpu.layers, weights.config.num_layers)
+    available = _available_bytes(weights, compute)
+    return compute, None if available is None else int(available * _CACHE_SHARE)
+
+
+def _split_without_plan(compute: Compute, layers: int, count: int) -> Compute:
+    """Where the interpreter stands for a GPU. Errors: UsageError for other backends, and for more layers than there are."""
+    if compute.backend != "triton":
+        raise UsageError(f"--gpu-layers {layers}: the {compute.backend} backend on {compute.device} splits no model")
+    if layers > count:
+        raise UsageError(f"--gpu-layers {layers}: this model has {count} layers")
+    return replace(compute, gpu_layers=None if layers == count else layers)
+
+
+def _left_for_cache(compute: Compute, gpu: GpuChoice) -> int | None:
+    """Bytes of the GPU that the weights, which are on it, have left. None where no GPU computes."""
+    found = _device_memory(compute) if compute.backend == "triton" else None
+    return None if found is None else max(0, found.budget(gpu.utilization))
+
+
+def _device_memory(compute: Compute) -> DeviceMemory | None:
+    """Of the GPU that the model is for; None for an interpreter on the CPU."""
+    if compute.device != "cuda":
+        return None
+    from llmctl.kernels._reference_devices import free_memory
+
+    return DeviceMemory(*free_memory())
 
 
 def _available_bytes(weights: ModelWeights, compute: Compute) -> int | None:

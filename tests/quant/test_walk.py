@@ -14,6 +14,7 @@ from llmctl.errors import FormatError, LlmctlError
 from llmctl.kernels.formats.spec import FORMATS
 from llmctl.quant import awq
 from llmctl.quant.activations import Activations
+from llmctl.quant.capture import Batch, CaptureOps
 from llmctl.quant.huggingface import needed_names
 from llmctl.quant.statistics import Statistics
 from llmctl.quant.walk import LayerWeights, Walk
@@ -222,3 +223,24 @@ def test_what_saw_nothing_weighs_all_columns_alike() -> None:
     assert not nothing.take_hessian().any()
 
 
+
+
+def test_layers_and_sums_stay_on_the_device_they_are_given(weights: Callable[[str], ModelWeights]) -> None:
+    """torch's meta device has shapes, no numbers, and refuses what lies elsewhere: whatever strays to the CPU shows."""
+    for family in ("llama", "gemma3", "deepseek_v2"):
+        model, ops = weights(family), CaptureOps("meta")
+        batch, seen = Batch(ops, model.config, ROWS[:2]), Statistics(model.config.hidden_size, device="meta")
+        dense = next(i for i, layer in enumerate(model.config.layers) if not layer.sparse)
+        x = torch.empty(batch.num_tokens, model.config.hidden_size, device="meta")
+        seen.add(x)
+        assert seen.products is not None
+        assert seen.products.device.type == seen.magnitudes.device.type == "meta"
+        assert batch.forward(LayerWeights(model, ops, dense).build(), x).device.type == "meta"
+
+
+def test_the_walk_brings_batches_to_its_device_and_back(weights: Callable[[str], ModelWeights]) -> None:
+    walk = Walk(weights("llama"), ROWS, batch_tokens=45, lanes=1, device="meta")
+    walk.activations.write(0, torch.ones(walk.batches[0].num_tokens, walk.weights.config.hidden_size))
+    assert walk.ops.device == "meta"
+    assert walk.entering(0).device.type == "meta"
+    assert walk.activations.read(0).device.type == "cpu"

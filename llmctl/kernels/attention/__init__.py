@@ -53,6 +53,7 @@ class BatchDescription:
     page_maps     of every group of layers
     block_size    tokens in a page
     group         whose page map slot_mapping, context_lens and block_tables are
+    hidden        float32 [T, hidden_size], what other layers made before those that this step is for; None where there are none
     """
 
     token_ids: Any
@@ -62,6 +63,7 @@ class BatchDescription:
     page_maps: Sequence[PageMap]
     block_size: int
     group: int = 0
+    hidden: Any = None
 
     def of_group(self, group: int) -> BatchDescription:
         """The same step as the layers of another group see it."""
@@ -89,6 +91,7 @@ class BatchDescription:
             token_ids=array(self.token_ids),
             positions=array(self.positions),
             inv_freqs=[array(values) for values in self.inv_freqs],
+            hidden=None if self.hidden is None else array(self.hidden),
             page_maps=[
                 PageMap(array(m.slot_mapping), m.context_lens, [array(table) for table in m.block_tables]) for m in self.page_maps
             ],

@@ -56,6 +56,7 @@ def to_device(batch: BatchDescription, upload: Callable[[np.ndarray], torch.Tens
         token_ids=upload(batch.token_ids),
         positions=upload(batch.positions),
         inv_freqs=[upload(values) for values in batch.inv_freqs],
+        hidden=None if batch.hidden is None else upload(batch.hidden),
         page_maps=maps,
     )
 

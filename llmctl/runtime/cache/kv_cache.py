@@ -9,6 +9,7 @@ import numpy as np
 
 from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.ops import Array, Ops
+from llmctl.kernels.split import SplitOps, ops_of_layer
 from llmctl.runtime.cache.block_manager import PageCopy
 from llmctl.runtime.cache.memory import BLOCK_SIZE, CachePlan, LayerShape
 
@@ -29,13 +30,14 @@ class KvCache:
     """
 
     def __init__(
-        self, ops: Ops, layers: Sequence[LayerShape], plan: CachePlan, kv_type: str, queries: QueryStore | None = None
+        self, ops: Ops | SplitOps, layers: Sequence[LayerShape], plan: CachePlan, kv_type: str, queries: QueryStore | None = None
     ) -> None:
-        self.plan, self.kv_type, self._ops, self._shapes = plan, kv_type, ops, layers
+        self.plan, self.kv_type, self._shapes = plan, kv_type, layers
+        self._ops = [ops_of_layer(ops, index) for index in range(len(layers))]
         self._groups = {layer: number for number, group in enumerate(plan.groups) for layer in group.layers}
         self._layers = [
-            ops.kv_pages(plan.num_pages[self._groups[i]], BLOCK_SIZE, layer.num_kv_heads, layer.head_dim, kv_type, layer.latent)
-            for i, layer in enumerate(layers)
+            own.kv_pages(plan.num_pages[self._groups[i]], BLOCK_SIZE, layer.num_kv_heads, layer.head_dim, kv_type, layer.latent)
+            for i, (layer, own) in enumerate(zip(layers, self._ops, strict=True))
         ]
         self._queries: dict[int, Array] = {}
         if queries is not None:
@@ -43,7 +45,11 @@ class KvCache:
             for i, layer in enumerate(layers):
                 if layer.sliding_window is None:  # as keys of the same width, without values
                     width = layer.head_dim
-                    self._queries[i] = ops.kv_pages(pages, BLOCK_SIZE, queries.num_heads, width, "f32", width)
+                    self._queries[i] = self._ops[i].kv_pages(pages, BLOCK_SIZE, queries.num_heads, width, "f32", width)
+
+    def ops(self, index: int) -> Ops:
+        """The backend that has a layer's pages."""
+        return self._ops[index]
 
     def layer(self, index: int) -> Array:
         """The pages of one layer, keys and values, in the backend's layout."""
@@ -60,26 +66,27 @@ class KvCache:
     def keep_queries(self, index: int, queries: Array, batch: BatchDescription) -> None:
         """Put a layer's queries [T, num_heads, head_dim] to the places that the batch has for them."""
         if index in self._queries:
-            self._ops.store_kv(queries, None, self._queries[index], batch.of_group(len(self.plan.groups)))
+            self._ops[index].store_kv(queries, None, self._queries[index], batch.of_group(len(self.plan.groups)))
 
     def kept_queries(self, index: int, places: np.ndarray) -> np.ndarray:
         """What was put to these places: float32 [places, num_heads, head_dim]."""
-        return self._ops.read_keys(self._queries[index], places)
+        return self._ops[index].read_keys(self._queries[index], places)
 
     def copy(self, copies: Iterable[PageCopy]) -> None:
         """Copy pages, one after the other, in every layer of their groups."""
         for copy in copies:
             for layer in self.plan.groups[copy.group].layers:
-                self._ops.copy_page(self._layers[layer], copy.source, copy.target)
+                self._ops[layer].copy_page(self._layers[layer], copy.source, copy.target)
 
     def read(self, groups: list[list[int]]) -> list[list[bytes]]:
         """The bytes of the given pages of each group, for every layer of the model."""
         return [
-            [self._ops.read_page(layer, page) for page in groups[self._groups[index]]] for index, layer in enumerate(self._layers)
+            [self._ops[index].read_page(layer, page) for page in groups[self._groups[index]]]
+            for index, layer in enumerate(self._layers)
         ]
 
     def write(self, groups: list[list[int]], layers: list[list[bytes]]) -> None:
         """Put bytes into the given pages of each group: the reverse of `read`. Errors: ValueError for pages of another size."""
         for index, (layer, data) in enumerate(zip(self._layers, layers, strict=True)):
             for page, each in zip(groups[self._groups[index]], data, strict=True):
-                self._ops.write_page(layer, page, each)
+                self._ops[index].write_page(layer, page, each)

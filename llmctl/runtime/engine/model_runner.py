@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from llmctl.errors import UnsupportedError
 from llmctl.kernels.attention import BatchDescription, PageMap
 from llmctl.kernels.ops import Array
 from llmctl.runtime.cache.block_manager import BlockManager, PageCopy
@@ -19,6 +20,7 @@ from llmctl.runtime.engine.scheduler import ScheduledChunk
 from llmctl.runtime.engine.sequence import Sequence
 from llmctl.runtime.loading import LoadedModel
 from llmctl.runtime.models.rotary_tables import RotaryTables
+from llmctl.runtime.models.split_decoder import SplitDecoder
 from llmctl.runtime.sampling.params import SamplingParams
 from llmctl.runtime.sampling.sampler import Sampler
 
@@ -79,10 +81,7 @@ class ModelRunner:
         self.layers = model.kv_layers(plan.demand.context)
         self.cache = cache = KvCache(model.ops, self.layers, plan, model.kv_type, store)
         self._tables = model.decoder.tables
-        self._forward = model.ops.compile(
-            lambda batch, rows: (forward or model.decoder.forward)(batch, cache, rows),
-            [rope.rotary_dim // 2 for rope in self._tables.ropes],
-        )
+        self._forward = _compiled(model, cache, forward)
 
     def copy_pages(self, copies: Iterable[PageCopy]) -> None:
         """Copy pages, before the step that writes the copies."""
@@ -113,7 +112,7 @@ class ModelRunner:
 
     def compress(self, sequence: Sequence, blocks: BlockManager) -> None:
         """Keep of a prompt what its last queries look at: `Compression`. The pages for it are there."""
-        todo, pages, ops = sequence.to_compress, sequence.pages, self.model.ops
+        todo, pages = sequence.to_compress, sequence.pages
         assert todo is not None
         assert pages is not None
         assert self._observed is not None
@@ -131,7 +130,7 @@ class ModelRunner:
                 assert old is not None
                 targets = slots_of(new, np.arange(todo.num_kept))
                 for layer in layers:
-                    ops.move_tokens(self.cache.layer(layer), slots_of(old, positions[layer]), targets)
+                    self.cache.ops(layer).move_tokens(self.cache.layer(layer), slots_of(old, positions[layer]), targets)
 
         blocks.compress(pages, todo.num_tokens, todo.num_kept, move)
         sequence.compression = replace(todo, positions=positions)
@@ -141,7 +140,7 @@ class ModelRunner:
         attention, queries = self.model.decoder.layers[layer].attention, self.cache.kept_queries(layer, places)
         scale, softcap = attention.config.attention_scale, attention.config.attention_softcap
         pages = self.cache.layer(layer)
-        return self.model.ops.attention_votes(queries, pages, table, num_tokens, scale, softcap, attention.sinks)
+        return self.cache.ops(layer).attention_votes(queries, pages, table, num_tokens, scale, softcap, attention.sinks)
 
     def share_queries(self, sequence: Sequence, other: Sequence) -> None:
         """A sequence was forked from another one whose prompt is still to be compressed."""
@@ -151,6 +150,19 @@ class ModelRunner:
     def kept(self, sequence: Sequence) -> KeptTokens:
         """What the cache has of a sequence."""
         return KeptTokens(sequence.num_computed, self.layers, self.model.kv_type, sequence.compression)
+
+
+def _compiled(
+    model: LoadedModel, cache: KvCache, forward: Forward | None
+) -> Callable[[BatchDescription, np.ndarray], np.ndarray]:
+    """The forward pass over this cache, ready to run; UnsupportedError for another than the decoder's on two backends."""
+    decoder = model.decoder
+    if isinstance(decoder, SplitDecoder):
+        if forward is not None:
+            raise UnsupportedError("a model whose layers are split between GPU and CPU cannot be looked into: --device cpu does")
+        return decoder.compile(cache)
+    halves = [rope.rotary_dim // 2 for rope in decoder.tables.ropes]
+    return model.ops.compile(lambda batch, rows: (forward or decoder.forward)(batch, cache, rows), halves)
 
 
 class ObservedPlaces:

@@ -83,6 +83,21 @@ def embedded(
     return x if position_table is None else ops.add(x, ops.embedding(positions, position_table))
 
 
+def read_embeddings(ops: Ops, weights: ModelWeights) -> tuple[Linear, Linear | None]:
+    """The tables of tokens and, where a model has learned positions, of those."""
+    config = weights.config
+    tokens = Linear.read(ops, weights, "model.embed_tokens", (config.vocab_size, config.hidden_size))
+    if not config.learned_positions:
+        return tokens, None
+    return tokens, Linear.read(ops, weights, "model.embed_positions", (config.max_position_embeddings, config.hidden_size))
+
+
+def read_head(ops: Ops, weights: ModelWeights) -> Linear:
+    """The matrix that makes the logits, read anew where it is the embedding too."""
+    name = "model.embed_tokens" if weights.config.tie_word_embeddings else "lm_head"
+    return Linear.read(ops, weights, name, (weights.config.vocab_size, weights.config.hidden_size))
+
+
 class Decoder:
     """A model ready to run: weights prepared for one backend."""
 
@@ -90,36 +105,38 @@ class Decoder:
         """Prepare every weight. progress: called with (done, total) layers; FormatError names a missing or misshapen tensor."""
         config = weights.config
         self.ops, self.config = ops, config
-        self.embed_tokens = Linear.read(ops, weights, "model.embed_tokens", (config.vocab_size, config.hidden_size))
-        self.embed_positions = None
-        if config.learned_positions:
-            shape = (config.max_position_embeddings, config.hidden_size)
-            self.embed_positions = Linear.read(ops, weights, "model.embed_positions", shape)
+        self.embed_tokens, self.embed_positions = read_embeddings(ops, weights)
         self.layers = []
         for index, choices in enumerate(config.layers):
             self.layers.append(DecoderLayer(ops, config, choices, weights, index))
             if progress:
                 progress(index + 1, config.num_layers)
         self.norm = Norm(ops, config, weights, "model.norm")
-        self.lm_head = self.embed_tokens
-        if not config.tie_word_embeddings:
-            self.lm_head = Linear.read(ops, weights, "lm_head", (config.vocab_size, config.hidden_size))
+        self.lm_head = self.embed_tokens if config.tie_word_embeddings else read_head(ops, weights)
         self.tables = RotaryTables(ops, config)
 
     def forward(self, batch: BatchDescription, cache: KvCache, rows: Array) -> Array:
         """Logits [len(rows), vocab_size] of the batch's tokens numbered `rows`; keys and values go to the cache's pages."""
-        x = self.begin(batch)
-        for layer in self.layers[:-1]:
-            x = layer.forward(x, batch, cache, self.tables)
-        # What follows the last attention is computed for the tokens whose logits are wanted.
-        x = self.layers[-1].forward(x, batch, cache, self.tables, rows)
-        return self._logits(self.norm.forward(x))
+        return self._end(self.begin(batch), self.layers, batch, cache, rows)
 
     def begin(self, batch: BatchDescription) -> Array:
         """What the first layer reads [T, hidden_size], with the angles of the batch's positions prepared for all layers."""
-        self.tables.prepare(batch)
+        return self._begin(self.ops, batch, self.tables)
+
+    def _begin(self, ops: Ops, batch: BatchDescription, tables: RotaryTables) -> Array:
+        tables.prepare(batch)
         positions = self.embed_positions and self.embed_positions.weight
-        return embedded(self.ops, self.config, batch.token_ids, self.embed_tokens.weight, batch.positions, positions)
+        return embedded(ops, self.config, batch.token_ids, self.embed_tokens.weight, batch.positions, positions)
+
+    def _end(
+        self, x: Array, layers: list[DecoderLayer], batch: BatchDescription, cache: KvCache, rows: Array
+    ) -> Array:
+        """Logits of what the first of these layers, which are the last ones, reads."""
+        for layer in layers[:-1]:
+            x = layer.forward(x, batch, cache, self.tables)
+        # What follows the last attention is computed for the tokens whose logits are wanted.
+        x = layers[-1].forward(x, batch, cache, self.tables, rows)
+        return self._logits(self.norm.forward(x))
 
     def expert_counts(self) -> list[list[int]]:
         """Tokens that each expert had so far, for every layer that has experts, in order; of the last layer only tokens whose

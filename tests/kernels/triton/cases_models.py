@@ -11,6 +11,7 @@ from tiny_triton import FAMILIES, IDS, tiny_folder, tiny_model
 
 from llmctl.kernels import _triton_graphs
 from llmctl.runtime.engine.model_runner import LogitsReader, compute_logits
+from llmctl.runtime.gpu_placement import GpuChoice
 from llmctl.runtime.loading import load_model
 
 PROMPT = 6
@@ -45,3 +46,12 @@ class RunsAgain:
     @staticmethod
     def to_host(values: torch.Tensor) -> np.ndarray:
         return values.numpy()
+
+
+def test_layers_on_two_backends_give_the_logits_of_one() -> None:
+    """With the interpreter for a GPU: the first layer on the native backend, the second and the head here."""
+    expected = compute_logits(load_model(tiny_folder("llama"), backend="reference"), IDS)
+    model = tiny_model("llama", gpu=GpuChoice(1))
+    assert (model.ops.name, model.ops.device) == ("native+triton", "cpu+cpu")
+    decoded = np.concatenate([np.array(rows) for rows in LogitsReader(model, len(IDS), PROMPT).rows(IDS, PROMPT, 1)])
+    np.testing.assert_allclose(decoded, expected[PROMPT:], atol=2e-4, rtol=0)

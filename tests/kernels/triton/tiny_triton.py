@@ -17,6 +17,8 @@ EXACT = {"backend": "triton", "dtype": "float32", "activations": "float", "kv_ty
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma3": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3},
+    "mixtral": {},
+    "deepseek_v3": {},
 }
 
 
