@@ -157,8 +157,8 @@ def open_model(
     """Open a checkpoint (GGUF file, Hugging Face folder) for one backend, or for two where a GPU does not hold it.
 
     gpu: how much of it goes there. backend … activations: as `choose_compute`. ctx_size: tokens of context, None for what the
-    model was trained with as far as memory allows. family: name of the family it is taken for one of, None for the one it says it is. kv_policy: which tokens
-    caches keep. Raises FormatError, UnsupportedError, UsageError and OutOfMemoryError.
+    model was trained with as far as memory allows. family: name of the family it is taken for one of, None for the one it says
+    it is. kv_policy: which tokens caches keep. Raises FormatError, UnsupportedError, UsageError and OutOfMemoryError.
     """
     choices = (backend, device, dtype, kv_type, activations)
     compute = choose_compute(*choices)

@@ -141,7 +141,8 @@ class Decoder:
     def expert_counts(self) -> list[list[int]]:
         """Tokens that each expert had so far, for every layer that has experts, in order; of the last layer only tokens whose
         logits were wanted pass any."""
-        return [self.ops.expert_counts(layer.mlp.experts).tolist() for layer in self.layers if isinstance(layer.mlp, SparseMlp)]
+        sparse = [layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMlp)]
+        return [mlp.ops.expert_counts(mlp.experts).tolist() for mlp in sparse]
 
     def _logits(self, x: Array) -> Array:
         return logits_of(self.ops, self.config, self.lm_head, x)
