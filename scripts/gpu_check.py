@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 _COMPILE_SECONDS = 90
+_PROCESSES = 12
 CONTEXTS_8B = (128, 8192, 32768)
 
 
@@ -55,6 +57,7 @@ def _run(choices: argparse.Namespace, report: Any) -> None:
     bench = gpu_kernels.Bench(report, timer, device, sizes)
     bench.ceilings = measure_ceilings(timer, device, *((1 << 16, 64) if choices.dry_run else (1 << 30, 8192)))
     report.facts(**{name: round(value, 1) for name, value in vars(bench.ceilings).items()})
+    report.facts(compiled_ahead=_compile_ahead(sizes, device))
     gpu_kernels.check_all(bench)
     time_decode(bench, *((SHAPE_TINY, (40,)) if choices.dry_run else (SHAPE_8B, CONTEXTS_8B)))
     gpu_kernels.time_all(bench)
@@ -71,7 +74,9 @@ def _versions(is_dry: bool) -> dict[str, Any]:
     if is_dry:
         return found | {"device": "none, interpreted"}
     query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    driver = "unknown"
+    if shutil.which(query[0]):
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
     properties = torch.cuda.get_device_properties(0)
     return found | {"device": properties.name, "capability": f"{properties.major}.{properties.minor}", "driver": driver}
 
@@ -84,7 +89,7 @@ def _compile(choices: argparse.Namespace, report: Any) -> None:
     from llmctl.kernels.triton_lib.compilation import row_name
 
     jobs = chosen(not choices.dry_run, "rms_norm.h128" if choices.dry_run else "", [choices.arch or _arch(choices.dry_run)])
-    count, context = min(len(jobs), os.cpu_count() or 1), multiprocessing.get_context("spawn")
+    count, context = max(1, min(len(jobs), os.cpu_count() or 1)), multiprocessing.get_context("spawn")
     with _not_interpreting(), ProcessPoolExecutor(count, mp_context=context) as pool:
         tasks = [pool.submit(compile_named, case.name, arch, choices.cache) for case, arch in jobs]
         for (case, arch), task in zip(jobs, tasks, strict=True):
@@ -96,6 +101,17 @@ def _compile(choices: argparse.Namespace, report: Any) -> None:
                 continue
             remark = "FAILED: spills" if found.spills else ""
             report.add(Row("compiled", name, registers=found.registers, spills=found.spills, remark=remark))
+
+
+def _compile_ahead(sizes: Any, device: str) -> int:
+    """What will be measured is compiled by processes beside each other, into triton's cache. How many products and attentions."""
+    from gpu_kernels import compile_part
+
+    if device == "cpu":  # the interpreter compiles nothing: the last of them runs, to see that it does
+        return compile_part(sizes, device, 1, 2)
+    parts = min(_PROCESSES, os.cpu_count() or 1)
+    with ProcessPoolExecutor(parts, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return sum(pool.map(compile_part, [sizes] * parts, [device] * parts, range(parts), [parts] * parts))
 
 
 @contextmanager
@@ -110,13 +126,13 @@ def _not_interpreting() -> Iterator[None]:
 
 
 def _arch(is_dry: bool) -> int:
-    """That of the device, as far as kernels are listed for it; 90 in a dry run."""
+    """The one of those that kernels are listed for that is nearest to the device's; 90 in a dry run."""
     if is_dry:
         return 90
     import torch
 
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor if major < 9 else 90
+    capability = torch.cuda.get_device_capability()
+    return 90 if capability >= (9, 0) else 89 if capability >= (8, 9) else 80
 
 
 def _parse() -> argparse.Namespace:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from llmctl.errors import UnsupportedError
+from llmctl.errors import OutOfMemoryError, UnsupportedError
 from llmctl.kernels import _triton_elementwise as elementwise
 from llmctl.kernels._reference import ReferenceOps
 from llmctl.kernels._triton_deferred import NormedHeads, Rounded, Rows, Sum, Turned, go_together, now
@@ -59,7 +59,12 @@ class TritonOps(ReferenceOps):
         self._turned: tuple[Turned | None, Turned | None] = (None, None)
 
     def prepare_weight(self, weight: np.ndarray | QuantTensor | PackedIntTensor) -> TritonWeight:
-        prepared = prepare_weight(weight, self.device, self._torch_dtype, self.activations)
+        try:
+            prepared = prepare_weight(weight, self.device, self._torch_dtype, self.activations)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"no memory on {self.device} for a weight of {' x '.join(map(str, weight.shape))}: fewer --gpu-layers need less"
+            ) from error
         self._has_codes |= prepared.form is not None
         return prepared
 

@@ -259,7 +259,7 @@ def _triton_state() -> tuple[bool, str]:
         return True, "interpreted on the CPU (TRITON_INTERPRET=1), to test it"
     if not any(Path(path).exists() for path in _DRIVERS):
         return False, "no NVIDIA driver is loaded"
-    return True, "on CUDA; a format without a kernel is unpacked to --dtype when it is loaded"
+    return True, "on CUDA; a format without a kernel of its own is converted when it is loaded"
 
 
 def _table(

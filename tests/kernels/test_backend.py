@@ -21,6 +21,7 @@ from llmctl.kernels.backend import (
     default_kv_type,
     fit_head_dim,
     make_ops,
+    torch_device,
 )
 from llmctl.kernels.formats.spec import FORMATS
 
@@ -98,6 +99,14 @@ def test_what_triton_cannot_do_the_reference_does_with_the_reason(here: Here, gp
     assert "card has compute capability 7.5, 8.0 is needed" in choose_compute(device="cuda").fallback
     with pytest.raises(UsageError, match=r"--backend triton: card has compute capability 7.5"):
         choose_compute("triton", "cuda")
+
+
+def test_calibration_runs_on_the_gpu_where_there_is_one(gpu: Callable[[str], None]) -> None:
+    assert (torch_device("auto"), torch_device("cpu")) == ("cpu", "cpu")
+    with pytest.raises(UsageError, match=r"--device cuda: torch sees no CUDA device"):
+        torch_device("cuda")
+    gpu("7.5")
+    assert (torch_device("auto"), torch_device("cuda"), torch_device("cpu")) == ("cuda", "cuda", "cpu")
 
 
 def test_triton_on_a_cpu_is_the_interpreter(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tiny_triton import FAMILIES, IDS, tiny_folder, tiny_model
 
-from llmctl.kernels import _triton_graphs
+from llmctl.errors import OutOfMemoryError
+from llmctl.kernels import _triton, _triton_graphs
 from llmctl.runtime.engine.model_runner import LogitsReader, compute_logits
 from llmctl.runtime.gpu_placement import GpuChoice
 from llmctl.runtime.loading import load_model
@@ -55,3 +56,12 @@ def test_layers_on_two_backends_give_the_logits_of_one() -> None:
     assert (model.ops.name, model.ops.device) == ("native+triton", "cpu+cpu")
     decoded = np.concatenate([np.array(rows) for rows in LogitsReader(model, len(IDS), PROMPT).rows(IDS, PROMPT, 1)])
     np.testing.assert_allclose(decoded, expected[PROMPT:], atol=2e-4, rtol=0)
+
+
+def test_no_memory_for_a_weight_is_told_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(_triton, "prepare_weight", full)
+    with pytest.raises(OutOfMemoryError, match=r"weight of 384 x 96: fewer --gpu-layers"):
+        tiny_model("llama")
