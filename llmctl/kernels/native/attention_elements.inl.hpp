@@ -187,10 +187,20 @@ inline Bytes load_bytes(const uint8_t* p) {
   memcpy(&bytes, p, 16);
   return bytes;
 }
-inline F32 to_lanes(Bytes bytes, int less) {
+#if defined(__AVX2__)
+inline I32 widen(Bytes bytes) {   // not by way of the memory
+  __m128i low = (__m128i)bytes, high = _mm_unpackhi_epi64(low, low);
+  return {_mm256_cvtepu8_epi32(low), _mm256_cvtepu8_epi32(high)};
+}
+#else
+inline I32 widen(Bytes bytes) {
   uint8_t lanes[16];
   memcpy(lanes, &bytes, 16);
-  I32 codes = load_u8_i32(lanes);
+  return load_u8_i32(lanes);
+}
+#endif
+inline F32 to_lanes(Bytes bytes, int less) {
+  I32 codes = widen(bytes);
   return to_f32(less ? sub(codes, set_i32(less)) : codes);
 }
 template <bool kUpper> inline Bytes fours_of(const uint8_t* p) { return kUpper ? load_bytes(p) >> 4 : load_bytes(p) & 15; }
@@ -206,8 +216,8 @@ inline F32 load_fives(const uint8_t* p, const uint8_t* high, int bit) {
 }
 template <bool kUpper>
 inline F32 load_fives(const uint8_t* p, uint16_t fifths) {
-  const Bytes low = uint8_t(fifths) - Bytes{}, high = uint8_t(fifths >> 8) - Bytes{};
-  const Bytes bytes = __builtin_shuffle(low, high, Bytes{0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31});
+  using Words = uint16_t __attribute__((vector_size(16)));
+  const Bytes bytes = __builtin_shuffle((Bytes)(fifths - Words{}), Bytes{0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1});
   return with_fifths<kUpper>(p, bytes, Bytes{1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128});
 }
 #endif
