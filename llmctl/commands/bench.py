@@ -234,7 +234,7 @@ def _row(model: LoadedModel, result: BenchResult) -> dict[str, Any]:
     on_cpu, (type_k, type_v) = ops.device == "cpu", sides_of(model.kv_type)
     return dict.fromkeys(_LLAMA_BENCH_KEYS) | {
         "llmctl_version": __version__,
-        "n_gpu_layers": 0 if on_cpu else model.config.num_layers,
+        "n_gpu_layers": 0 if on_cpu else model.device_layers,
         "flash_attn": 0,
         "embeddings": False,
         "cpu_info": cpu().model,

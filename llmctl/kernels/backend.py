@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from llmctl.errors import UnsupportedError, UsageError
 from llmctl.kernels.formats.spec import FORMATS
@@ -28,7 +29,7 @@ MOST_THREADS = max(256, os.cpu_count() or 1)
 """A thread pool that cannot be made ends the process: OpenMP aborts, with no error to catch."""
 MAX_HEAD_DIM = 576
 """Of the native and the triton backend."""
-_DRIVERS = ("/proc/driver/nvidia/version", "/dev/dxg")  # the second is that of Linux under Windows
+_DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")  # the last is that of Linux under Windows
 _WEIGHT_OPS = ("linear", "head_linear", "embedding", "moe")
 _PLAIN_OPS = ("rms_norm", "layer_norm", "rotary", "activation", "gated_activation")
 _CACHE_OPS = ("store_kv", "attention")
@@ -111,18 +112,28 @@ def _choose_device(backend: str, device: str) -> str:
 def torch_device(device: str) -> str:
     """One of DEVICES for work that plain torch does. Errors: UsageError for CUDA that torch does not see."""
     found = _choose_device("reference", device)
-    if found == "cuda" and not sees_cuda():
-        raise UsageError("--device cuda: torch sees no CUDA device; llmctl doctor --deep tells what it sees")
+    _check_cuda(found)
     return found
+
+
+def _check_cuda(device: str) -> None:
+    """UsageError for CUDA that torch does not see, wherever its driver may be."""
+    if device == "cuda" and not _cuda_devices():
+        raise UsageError("--device cuda: torch sees no CUDA device; llmctl doctor --deep tells what it sees")
 
 
 def sees_cuda() -> bool:
     """Whether there is a CUDA device torch can use; torch is imported only where a driver is loaded."""
-    if not any(Path(path).exists() for path in _DRIVERS):
-        return False
+    return any(Path(path).exists() for path in _DRIVERS) and bool(_cuda_devices())
+
+
+def _cuda_devices() -> list[Any]:
+    """What torch sees; none where it is not installed."""
+    if find_spec("torch") is None:
+        return []
     from llmctl.kernels._reference_devices import cuda_devices
 
-    return bool(cuda_devices())
+    return cuda_devices()
 
 
 def interprets_triton() -> bool:
@@ -133,19 +144,21 @@ def interprets_triton() -> bool:
 def default_kv_type(backend: str) -> str:
     """The cache type of those who ask for none: that of the backend, but bf16 where the machine multiplies it, which reads a
     long prompt two to three times as fast and is as close to float32 as int8 activations let anyone see."""
+    backend = backend.rpartition("+")[2]
     if backend == "native" and instruction_set().endswith(("(amx)", "(avx512bf16)")):
         return "bf16"
     return _USUAL_KV_TYPES[backend]
 
 
 def default_dtype(backend: str) -> str:
-    """What a backend computes in for those who ask for nothing."""
-    return _USUAL_DTYPES[backend]
+    """What a backend computes in for those who ask for nothing; of two (native+triton) the second, which makes the logits."""
+    return _USUAL_DTYPES[backend.rpartition("+")[2]]
 
 
 def _choose_backend(backend: str, device: str) -> tuple[str, str | None]:
     """One of BACKENDS that can be used on the device, and why it is not the one that auto would take."""
     if backend == "reference":
+        _check_cuda(device)
         return "reference", None
     if backend == "triton" or (backend == AUTO and device != "cpu"):
         reason = _why_no_triton(device)
@@ -171,12 +184,11 @@ def _why_no_triton(device: str) -> str | None:
         return None if interprets_triton() else "it computes on CUDA devices; TRITON_INTERPRET=1 lets it run on a CPU, to test it"
     if interprets_triton():
         return "TRITON_INTERPRET=1 is set: its kernels run on the CPU"
-    from llmctl.kernels._reference_devices import cuda_devices
-
-    found = cuda_devices()
-    too_old = found and tuple(map(int, found[0].compute_capability.split("."))) < LEAST_CAPABILITY
-    least = ".".join(map(str, LEAST_CAPABILITY))
-    return f"{found[0].name} has compute capability {found[0].compute_capability}, {least} is needed" if too_old else None
+    _check_cuda(device)
+    first, least = _cuda_devices()[0], ".".join(map(str, LEAST_CAPABILITY))
+    if tuple(map(int, first.compute_capability.split("."))) >= LEAST_CAPABILITY:
+        return None
+    return f"{first.name} has compute capability {first.compute_capability}, {least} is needed"
 
 
 def _native_dtype(dtype: str) -> str:

@@ -12,6 +12,7 @@ from llmctl.errors import FormatError, LlmctlError, ModelNotFoundError, OutOfMem
 from llmctl.kernels.backend import Compute, choose_compute, fit_head_dim, make_ops, make_split_ops
 from llmctl.kernels.formats.spec import Format
 from llmctl.kernels.ops import Ops
+from llmctl.kernels.split import SplitOps
 from llmctl.runtime.cache.memory import Demand, LayerShape, bytes_per_token, fitting_context, plan_cache
 from llmctl.runtime.cache.policy import FULL, KvPolicy
 from llmctl.runtime.checkpoint import open_checkpoint
@@ -49,7 +50,7 @@ class LoadedModel:
 
     config: ModelConfig
     decoder: Decoder
-    ops: Ops
+    ops: Ops | SplitOps
     checkpoint: Checkpoint
     tokenizer: Tokenizer | None
     kv_type: str
@@ -59,6 +60,11 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     num_tokens: int
     kv_policy: KvPolicy = FULL
+
+    @property
+    def device_layers(self) -> int:
+        """Layers that the backend has which makes the logits: all but those of the host, where there are two."""
+        return self.config.num_layers - (self.ops.num_host if isinstance(self.ops, SplitOps) else 0)
 
     def kv_layers(self, context: int | None = None) -> tuple[LayerShape, ...]:
         """What each layer keeps under the policy. context: that of the engine, None for the model's."""

@@ -89,6 +89,13 @@ def test_without_a_driver_torch_is_not_even_asked() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.parametrize("name", ["auto", "triton", "reference"])
+def test_cuda_that_torch_does_not_see_is_refused(here: Here, name: str) -> None:
+    here(None)
+    with pytest.raises(UsageError, match=r"--device cuda: torch sees no CUDA device; llmctl doctor"):
+        choose_compute(name, "cuda")
+
+
 def test_what_triton_cannot_do_the_reference_does_with_the_reason(here: Here, gpu: Callable[[str], None]) -> None:
     here(None)
     gpu("9.0")

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from tiny_triton import FAMILIES, IDS, tiny_folder, tiny_model
+from tiny_triton import EXACT, FAMILIES, IDS, tiny_folder, tiny_model
 
 from llmctl.errors import OutOfMemoryError
 from llmctl.kernels import _triton, _triton_graphs
+from llmctl.kernels.formats.spec import FORMATS
 from llmctl.runtime.engine.model_runner import LogitsReader, compute_logits
 from llmctl.runtime.gpu_placement import GpuChoice
-from llmctl.runtime.loading import load_model
+from llmctl.runtime.loading import load_model, open_model
 
 PROMPT = 6
 
@@ -56,6 +57,19 @@ def test_layers_on_two_backends_give_the_logits_of_one() -> None:
     assert (model.ops.name, model.ops.device) == ("native+triton", "cpu+cpu")
     decoded = np.concatenate([np.array(rows) for rows in LogitsReader(model, len(IDS), PROMPT).rows(IDS, PROMPT, 1)])
     np.testing.assert_allclose(decoded, expected[PROMPT:], atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("activations", "tolerance"), [("float", 2e-4), ("int8", 0.15)])
+def test_quantized_weights_give_what_they_stand_for(activations: str, tolerance: float) -> None:
+    """All matrices of Q8_0 and Q4_0, one and several tokens; rounding activations to int8 costs that much of logits up to 4."""
+    formats = {
+        f"model.layers.{i}.{part}.weight": FORMATS["Q4_0" if part.startswith("mlp") else "Q8_0"]
+        for i in range(2)
+        for part in (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
+    }
+    expected = compute_logits(open_model(tiny_folder("llama"), backend="reference").load(formats=formats), IDS[:4])
+    model = open_model(tiny_folder("llama"), **{**EXACT, "activations": activations}).load(formats=formats)
+    np.testing.assert_allclose(compute_logits(model, IDS[:4], 3), expected, atol=tolerance, rtol=0)
 
 
 def test_no_memory_for_a_weight_is_told_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
