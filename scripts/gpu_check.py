@@ -108,7 +108,7 @@ def _compile_ahead(sizes: Any, device: str) -> int:
     from gpu_kernels import compile_part
 
     if device == "cpu":  # the interpreter compiles nothing: the last of them runs, to see that it does
-        return compile_part(sizes, device, 1, 2)
+        return compile_part(sizes, device, 2, 3)
     parts = min(_PROCESSES, os.cpu_count() or 1)
     with ProcessPoolExecutor(parts, mp_context=multiprocessing.get_context("spawn")) as pool:
         return sum(pool.map(compile_part, [sizes] * parts, [device] * parts, range(parts), [parts] * parts))

@@ -50,11 +50,12 @@ class Sizes:
     prompts: tuple[int, ...] = (16384, 4096)
     kv_types: tuple[str, ...] = ("f16", "q8_0", "fp8")
     rotated_bytes: int = 256 << 20
+    decode_linears: tuple[tuple[int, int], ...] = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (128256, 4096))
 
 
 TINY = Sizes(
     linears=((48, 256),), checked=(48, 256), tokens=(1, 16), checked_tokens=(1, 20), formats=("Q4_K",), heads=(2, 1),
-    head_dims=(32,), contexts=(20,), prompts=(20,), kv_types=("q8_0",), rotated_bytes=1 << 10,
+    head_dims=(32,), contexts=(20,), prompts=(20,), kv_types=("q8_0",), rotated_bytes=1 << 10, decode_linears=(),
 )  # fmt: skip
 
 
@@ -198,7 +199,9 @@ def compile_part(sizes: Sizes, device: str, part: int, parts: int) -> int:
     """Run every product and attention that will be measured once, or each `parts`-th of them, so that what they compile is in
     triton's cache on the disk. For processes beside each other. Gives how many ran."""
     bench = Bench(None, None, device, sizes)  # type: ignore[arg-type]  # nothing is measured
-    linears = [(name, shape) for name in sizes.formats for shape in sizes.linears]
+    linears = [(name, shape, sizes.tokens, torch.float16) for name in sizes.formats for shape in sizes.linears]
+    linears += [(name, sizes.checked, sizes.checked_tokens, torch.float16) for name in sizes.formats]
+    linears += [(name, shape, (1,), torch.bfloat16) for name in ("Q4_K", "Q6_K") for shape in sizes.decode_linears]
     attentions = [(head_dim, kv_type) for head_dim in sizes.head_dims for kv_type in sizes.kv_types]
     jobs = [*((_run_linears, job) for job in linears), *((_run_attentions, job) for job in attentions)][part::parts]
     for run, job in jobs:
@@ -206,10 +209,10 @@ def compile_part(sizes: Sizes, device: str, part: int, parts: int) -> int:
     return len(jobs)
 
 
-def _run_linears(bench: Bench, name: str, shape: tuple[int, int]) -> None:
-    prepared = prepare_weight(make_weight(name, *shape), bench.device, torch.float16)
-    for m in bench.sizes.tokens:
-        linear(torch.zeros(m, shape[1], device=bench.device, dtype=torch.float16), prepared)
+def _run_linears(bench: Bench, name: str, shape: tuple[int, int], tokens: tuple[int, ...], dtype: torch.dtype) -> None:
+    prepared = prepare_weight(make_weight(name, *shape), bench.device, dtype)
+    for m in tokens:
+        linear(torch.zeros(m, shape[1], device=bench.device, dtype=dtype), prepared)
 
 
 def _run_attentions(bench: Bench, head_dim: int, kv_type: str) -> None:
