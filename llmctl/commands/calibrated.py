@@ -247,7 +247,7 @@ def _checked(request: Calibrated, plan: CalibratedPlan, output: Path) -> dict[st
         return None
     from llmctl.quant.overfit_check import check
 
-    found = check(request.path, output, plan.calibration, plan.request.threads, request.family)
+    found = check(request.path, output, plan.calibration, plan.request.threads, request.family, request.max_ram)
     if "skipped" in found:
         console.warn(f"The result was not measured: {found['skipped']}")
         return found

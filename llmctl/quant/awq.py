@@ -20,6 +20,7 @@ from llmctl.runtime.models.topology import InputGroup, ScaleSource
 
 _COARSE = tuple(step / 10 for step in range(11))  # 0 is the identity
 _FINE = 0.05  # then what lies this far from the best
+_ROWS = 512  # that are looked at together
 Loss = Callable[[torch.Tensor], float]
 """Factors on the columns of the weights, float32 [K] → how far the outputs are off when they are rounded with them."""
 
@@ -64,8 +65,13 @@ def _by_channel(values: torch.Tensor, channels: np.ndarray) -> torch.Tensor:
 
 def _mean_sizes(weights: Iterable[torch.Tensor]) -> torch.Tensor:
     """Mean |w| of every column, relative to the row's largest, so that rows count alike."""
-    parts = [(weight.abs() / weight.abs().amax(1, keepdim=True).clamp(min=1e-12)) for weight in weights]
-    return torch.cat(parts).mean(0)
+    total, count = None, 0
+    for part in (part for weight in weights for part in weight.split(_ROWS)):
+        sizes = part.abs()
+        sizes = sizes.div_(sizes.amax(1, keepdim=True).clamp_(min=1e-12)).sum(0, dtype=torch.float64)
+        total, count = sizes if total is None else total + sizes, count + len(part)
+    assert total is not None, "no weights"
+    return (total / count).float()
 
 
 def _scales(magnitudes: torch.Tensor, sizes: torch.Tensor, power: float) -> torch.Tensor:

@@ -88,6 +88,12 @@ class CaptureOps(ReferenceOps):
             see(self._names[id(weight)][0], x)
         return functional.linear(x, weight, bias)
 
+    def gated_activation(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:  # type: ignore[override]
+        """As the reference's, in the gate's memory where it can be: this is where a layer has most numbers at once."""
+        if activation != "silu":
+            return super().gated_activation(gate, up, activation)
+        return functional.silu(gate, inplace=True).mul_(up)
+
     def moe(  # type: ignore[override]
         self, x: torch.Tensor, router_logits: torch.Tensor, experts: Experts, routing: Routing, activation: str
     ) -> torch.Tensor:

@@ -16,9 +16,6 @@ from llmctl.runtime.machine import memory
 from llmctl.runtime.models.topology import InputGroup, layer_topology
 from llmctl.runtime.models.weights import ModelWeights
 
-_AWQ_TRIALS = 2
-"""With scales and without, beside what was measured."""
-
 
 def demand_of(weights: ModelWeights, method: Method, calibration: Calibration, *, head: bool, aimed: int) -> Demand:
     """Of the layer that takes most. head: the matrix that makes the logits is quantized. aimed: see `Demand`."""
@@ -31,7 +28,7 @@ def demand_of(weights: ModelWeights, method: Method, calibration: Calibration, *
             calibration.num_tokens,
             max(map(len, calibration.rows)),
             products=method.needs_products or aimed > 0,
-            trials=_AWQ_TRIALS if method.name == "awq" else 0,
+            trials=method.name == "awq",
             head=prod(weights.stored(f"{head_module(config)}.weight").shape) if head else 0,
             aimed=aimed,
             surveyed=list(_surveyed(weights, index)) if aimed else (),
@@ -63,7 +60,7 @@ def _parts(groups: list[Group], at_once: int) -> Iterator[list[Group]]:
 
 def _group(weights: ModelWeights, layer: int, group: InputGroup) -> Group:
     shapes = [weights.stored(f"model.layers.{layer}.{module}.weight").shape for module in group.modules]
-    return Group(shapes[0][-1], sum(map(prod, shapes)))
+    return Group(shapes[0][-1], sum(map(prod, shapes)), len(shapes))
 
 
 def fitting_memory(demand: Demand, threads: int, limit: int | None) -> MemoryPlan:

@@ -8,6 +8,8 @@ import torch
 
 from llmctl.quant.gptq import loss
 
+_ROWS = 512  # that are looked at together: bounds the memory
+
 
 class ErrorSums:
     """Of matrices that read one input."""
@@ -18,11 +20,12 @@ class ErrorSums:
 
     def add(self, weight: torch.Tensor, values: torch.Tensor, products: torch.Tensor | None) -> None:
         """weight, values: float32 [N, K], as it was and as it is. products: float32 [K, K], E[x xᵀ], None if unknown."""
-        self._error += float((values - weight).square().sum(dtype=torch.float64))
-        self._size += float(weight.square().sum(dtype=torch.float64))
-        if products is not None:
-            self._loss += float(loss(weight, values, products).sum())
-            self._energy += float(loss(weight, torch.zeros_like(weight), products).sum())
+        for own, made in zip(weight.split(_ROWS), values.split(_ROWS), strict=True):
+            self._error += float((made - own).square_().sum(dtype=torch.float64))
+            self._size += float(own.square().sum(dtype=torch.float64))
+            if products is not None:
+                self._loss += float(loss(own, made, products).sum())
+                self._energy += float(loss(own, torch.zeros_like(own), products).sum())
         self._has_outputs = products is not None
 
     def facts(self) -> dict[str, float | None]:

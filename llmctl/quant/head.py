@@ -5,7 +5,7 @@ Where it is the embedding too, one fit serves both: the logits suffer more from 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -49,19 +49,29 @@ def solve_head(weights: ModelWeights, statistics: Statistics, form: Format, damp
     passes = PASSES if form.bits_per_weight < _FINE_BITS else 0
     solver = Solver.on(threads, damping, passes)
     name = head_module(weights.config) + ".weight"
-    parts = [solve_prepared(solver, rows, hessian, form, importance).blocks for rows in head_rows(weights)]
-    return QuantTensor(form, weights.stored(name).shape, np.concatenate(parts))
+    parts = (solve_prepared(solver, rows, hessian, form, importance).blocks for rows in head_rows(weights))
+    return _joined(form, weights.stored(name).shape, parts)
+
+
+def _joined(form: Format, shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> QuantTensor:
+    """One after the other into their place: in a list, all would be in memory twice."""
+    blocks, first = np.empty((shape[0], form.row_bytes(shape[1])), np.uint8), 0
+    for part in parts:
+        blocks[first : first + len(part)] = part
+        first += len(part)
+    return QuantTensor(form, shape, blocks)
 
 
 def round_head(weights: ModelWeights, statistics: Statistics, form: Format, threads: int) -> QuantTensor:
     """The same by rounding to nearest, columns weighted by what they read."""
     importance, encoder = statistics.mean_squares.numpy(), Encoder(threads)
-    parts = []
-    for rows in head_rows(weights):
-        blocks = encoder.encode(rows, form, importance)
-        assert isinstance(blocks, QuantTensor)
-        parts.append(blocks.blocks)
-    return QuantTensor(form, weights.stored(head_module(weights.config) + ".weight").shape, np.concatenate(parts))
+
+    def rounded(rows: np.ndarray) -> np.ndarray:
+        found = encoder.encode(rows, form, importance)
+        assert isinstance(found, QuantTensor)
+        return found.blocks
+
+    return _joined(form, weights.stored(head_module(weights.config) + ".weight").shape, map(rounded, head_rows(weights)))
 
 
 def head_rows(weights: ModelWeights, step: int = 1) -> Iterator[np.ndarray]:

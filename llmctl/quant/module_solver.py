@@ -183,7 +183,7 @@ def _on_grid(
     if factor is None:
         return {}
     facts = {"damping": factor.damping, **({"fallback": factor.note} if factor.note else {})}
-    weight = torch.cat(list(weights.values()))
+    weight = torch.cat(list(weights.values())) if len(weights) > 1 else next(iter(weights.values()))
     together = gptq.solve(weight, grid, factor, importance, threads=threads)
     with gptq.damped(hessian, factor.ridge) as damped:
         together = improve(together, weight, damped, threads)

@@ -8,23 +8,31 @@ from typing import Any
 from llmctl.errors import LlmctlError
 from llmctl.kernels.backend import choose_compute
 from llmctl.quant.calibration import Calibration
+from llmctl.quant.memory_plan import PROGRAM
 from llmctl.runtime.evaluate import SHORTEST_CHUNK, evaluate
-from llmctl.runtime.loading import LoadedModel, open_model
+from llmctl.runtime.loading import LoadedModel, OpenedModel, open_model
 
 _ROWS = 8
 _OVERFIT = 1.5  # times the divergence on the calibration text
 
 
-def check(source: Path, output: Path, calibration: Calibration, threads: int, family: str | None) -> dict[str, Any]:
+def check(
+    source: Path, output: Path, calibration: Calibration, threads: int, family: str | None, max_ram: int | None = None
+) -> dict[str, Any]:
     """Kullback-Leibler divergence of the result from the source on some of the calibration text and on text left out of it.
 
-    Either part is None where there is too little text; "skipped" says why nothing was measured, as for want of memory.
+    Either part is None where there is too little text; "skipped" says why nothing was measured, as for want of memory. max_ram:
+    bytes that both models must fit in, None for what is free.
     """
     used = [row for row in calibration.rows if len(row) == calibration.row_length][:_ROWS]
     if calibration.row_length < SHORTEST_CHUNK or not used:
         return {"skipped": f"no row has {max(SHORTEST_CHUNK, calibration.row_length)} tokens"}
     try:
-        models = [_load(path, calibration.row_length, threads, family) for path in (output, source)]
+        opened = [_open(path, calibration.row_length, family) for path in (output, source)]
+        needed = PROGRAM + sum(map(_bytes_of, opened))
+        if max_ram is not None and needed > max_ram:
+            return {"skipped": f"both models take {needed / 1e9:.2f} GB, --max-ram is {max_ram / 1e9:.2f} GB"}
+        models = [one.load(threads=threads) for one in opened]
     except LlmctlError as error:
         return {"skipped": str(error)}
     found: dict[str, Any] = {"calibration": _compare(models, used), "held_out": None}
@@ -34,10 +42,16 @@ def check(source: Path, output: Path, calibration: Calibration, threads: int, fa
     return found
 
 
-def _load(path: Path, context: int, threads: int, family: str | None) -> LoadedModel:
+def _open(path: Path, context: int, family: str | None) -> OpenedModel:
     backend = choose_compute().backend
     exact = "float" if backend == "native" else None
-    return open_model(path, backend=backend, activations=exact, ctx_size=context, family=family).load(threads=threads)
+    return open_model(path, backend=backend, activations=exact, ctx_size=context, family=family)
+
+
+def _bytes_of(model: OpenedModel) -> int:
+    """Of the weights in memory."""
+    stored = [model.weights.stored(name) for name in model.weights.names()]
+    return sum(one.bytes_on_native if model.compute.backend == "native" else 4 * one.num_elements for one in stored)
 
 
 def _compare(models: list[LoadedModel], rows: list[list[int]]) -> dict[str, Any]:

@@ -88,21 +88,27 @@ def run(job: Job, walk: Walk | None, work: WorkFolder, progress: Progress | None
         if walk is not None:
             walk.embed()
         for index in range(count):
-            layer = LayerWeights(job.weights, walk.ops if walk is not None else CaptureOps(), index)
-            if work.has(index):
-                _restore(job, layer, work, index)
-            else:
-                started = time.perf_counter()
-                result = solve_layer(job, walk, layer)
-                result.facts["seconds"] = round(time.perf_counter() - started, 2)
-                _keep(work, index, layer, result)
-            if walk is not None and (index + 1 < count or job.head_format is not None):
-                walk.advance(layer)
+            _run_layer(job, walk, work, index)
             return_free_memory()
             if progress is not None:
                 progress(index + 1, count)
         if job.head_format is not None and not work.has(HEAD_LAYER):
             _solve_head(job, walk, work, job.head_format)
+
+
+def _run_layer(job: Job, walk: Walk | None, work: WorkFolder, index: int) -> None:
+    """Solve the layer or read what was solved, and let the text through it."""
+    layer = LayerWeights(job.weights, walk.ops if walk is not None else CaptureOps(), index)
+    if work.has(index):
+        _restore(job, layer, work, index)
+    else:
+        started = time.perf_counter()
+        result = solve_layer(job, walk, layer)
+        result.facts["seconds"] = round(time.perf_counter() - started, 2)
+        _keep(work, index, layer, result)
+        del result
+    if walk is not None and (index + 1 < job.weights.config.num_layers or job.head_format is not None):
+        walk.advance(layer)
 
 
 def _solve_head(job: Job, walk: Walk | None, work: WorkFolder, form: Format) -> None:
@@ -239,13 +245,14 @@ def _solve_half(
     result.note(groups, found)
     _give(job, layer, [*groups, *scaled], found)
     half = Half(walk, layer)
-    trials = [_attempt(job, half, groups, found, group_scales) for group_scales in (scaled, [])]
-    (with_error, *_), (without_error, *_) = trials
-    _, trial, attempt = trials[0] if with_error < without_error else trials[1]
+    without_error, without = _attempt(job, half, groups, found, [])
+    with_error, smoothed = _attempt(job, half, groups, found, scaled)  # the last, for it scales the sums in place
+    attempt = smoothed if with_error < without_error else without
     attempt.facts |= {"output_error_smoothed": with_error, "output_error_plain": without_error}
     if scaled and with_error >= without_error:
         attempt.facts["fallback"] = "smoothing did not bring the output closer: reverted"
-    layer.replaced |= trial.replaced
+    layer.replaced |= attempt.floats
+    layer.replaced |= {f"{layer.full(module)}.weight": one.values.numpy() for module, one in attempt.solved.items()}
     result.solved |= attempt.solved
     result.floats |= attempt.floats
     result.facts["mlp" if groups[0].in_mlp else "attention"] = attempt.facts
@@ -253,8 +260,9 @@ def _solve_half(
 
 def _attempt(
     job: Job, half: Half, groups: list[InputGroup], found: dict[str, Statistics], scaled: list[InputGroup]
-) -> tuple[float, LayerWeights, LayerResult]:
-    """The half's matrices solved, those of `scaled` groups smoothed before: how far its output then is off, and what it is."""
+) -> tuple[float, LayerResult]:
+    """The half's matrices solved, those of `scaled` groups smoothed before: how far its output then is off, and what it is, as
+    a file holds it: two trials with all their values would be the largest part of the layer."""
     trial, attempt, quick = half.layer.fork(), LayerResult(), replace(job.method, search="range")
 
     def rounder(module: str, weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
@@ -266,7 +274,7 @@ def _attempt(
     attempt.floats = {name: values for name, values in half.changed(trial).items() if name not in solved}
     for group in groups:
         _solve(job, trial, group, statistics, attempt)
-    return half.error(trial), trial, attempt
+    return half.error(trial), attempt
 
 
 def _keep(work: WorkFolder, index: int, layer: LayerWeights, result: LayerResult) -> None:

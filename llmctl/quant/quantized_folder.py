@@ -72,5 +72,6 @@ def _scheme(folder: FolderPlan, layout: Layout, tensor: FolderTensor, grid: Inte
 
 def _plain(folder: FolderPlan, tensor: FolderTensor, results: Results | None) -> np.ndarray:
     changed = None if results is None else results.changed(tensor.name)
-    values = dequantize(folder.weights.read(tensor.name)) if changed is None else changed
+    stored = folder.weights.read(tensor.name) if changed is None else changed
+    values = stored if isinstance(stored, np.ndarray) else dequantize(stored)
     return cast(np.ascontiguousarray(values.T) if tensor.transposed else values, folder.form)

@@ -60,19 +60,18 @@ class Half:
         for group in scaled:
             if (statistics := found.get(group.leader)) is None or group.source is None:
                 continue
-            weights = {module: trial.matrix(module) for module in group.modules}
             if group.source.kind == "norm":
                 measure = self._by_output(trial, group, statistics, rounder, norm_format)
             else:
-                measure = _by_products(weights, statistics, rounder)
-            channels = group.source.channels(len(statistics.squares))
-            chosen = awq.choose_scales(weights.values(), statistics.mean_magnitudes, channels, measure)
+                measure = _by_products(trial, group, statistics, rounder)
+            channels, weights = group.source.channels(len(statistics.squares)), map(trial.matrix, group.modules)
+            chosen = awq.choose_scales(weights, statistics.mean_magnitudes, channels, measure)
             facts[group.leader] = {"power": chosen.power, "loss_plain": chosen.before, "loss_smoothed": chosen.after}
             if chosen.power > 0:
                 factors = awq.fold(trial, group, chosen.scales, norm_format)
                 for leader in {group.leader, *(one.leader for one in groups if set(one.modules) <= set(group.modules))}:
                     if leader in found:
-                        found[leader] = found[leader].scaled(1 / factors)
+                        found[leader].scale(1 / factors)
         return facts
 
     def _by_output(
@@ -90,9 +89,9 @@ class Half:
         return measure
 
 
-def _by_products(weights: dict[str, torch.Tensor], statistics: Statistics, rounder: Rounder) -> awq.Loss:
+def _by_products(layer: LayerWeights, group: InputGroup, statistics: Statistics, rounder: Rounder) -> awq.Loss:
     hessian = statistics.copy().take_hessian()
-    weights = {module: weight[:: max(1, len(weight) // _ROWS)] for module, weight in weights.items()}
+    weights = {module: _some_rows(layer.matrix(module)) for module in group.modules}
 
     def measure(scales: torch.Tensor) -> float:
         importance, total = statistics.mean_squares / scales.square(), 0.0
@@ -102,3 +101,8 @@ def _by_products(weights: dict[str, torch.Tensor], statistics: Statistics, round
         return total
 
     return measure
+
+
+def _some_rows(weight: torch.Tensor) -> torch.Tensor:
+    """A copy, so that the rest can leave memory."""
+    return weight[:: max(1, len(weight) // _ROWS)].clone()

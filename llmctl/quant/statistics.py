@@ -74,15 +74,15 @@ class Statistics:
             yield slice(start, start + _STRIP), slice(start, None)
 
     def copy(self) -> Statistics:
-        """Another one of the same inputs; the products, which nobody changes any more, are one tensor."""
+        """Another one of the same inputs; the products are one tensor, which `scale` changes for both."""
         return self._with(self.products, self.squares, self.magnitudes)
 
-    def scaled(self, factors: torch.Tensor) -> Statistics:
-        """Those of the inputs times `factors` [K]."""
-        products = None if self.products is None else self.products * factors[:, None] * factors
-        found = self._with(products, self.squares * factors.square(), self.magnitudes * factors.abs())
-        found.given = None if self.given is None else self.given * factors.square()
-        return found
+    def scale(self, factors: torch.Tensor) -> None:
+        """Become those of the inputs times `factors` [K], in place: products are the largest thing there is."""
+        if self.products is not None:
+            self.products.mul_(factors[:, None]).mul_(factors)
+        self.squares, self.magnitudes = self.squares * factors.square(), self.magnitudes * factors.abs()
+        self.given = None if self.given is None else self.given * factors.square()
 
     def _with(self, products: torch.Tensor | None, squares: torch.Tensor, magnitudes: torch.Tensor) -> Statistics:
         found = Statistics(len(squares), products=False)

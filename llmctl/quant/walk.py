@@ -75,6 +75,7 @@ class LayerWeights:
         """The weight of a module of this layer as it stands, float32 [N, K]. FormatError if a number is not finite."""
         name = self.full(module) + ".weight"
         values = np.array(dequantize(self.read(name)), np.float32)
+        self.release(name)
         if not np.isfinite(values).all():
             row, column = np.argwhere(~np.isfinite(values))[0]
             raise FormatError(
@@ -214,7 +215,10 @@ class Walk:
                 return self._forward(built, index)
             return self.batches[index].attend(built, self.entering(index))
 
-        return list(Workers(self.lanes).in_order(made, batches))
+        found = list(Workers(self.lanes).in_order(made, batches))
+        self.ops.forget()
+        return_free_memory()
+        return found
 
 
 def _in_batches(rows: list[list[int]], most: int) -> list[list[list[int]]]:

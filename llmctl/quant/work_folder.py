@@ -64,7 +64,7 @@ class WorkFolder:
                 "Ask for the same again, or leave --resume out to begin anew"
             )
 
-    def _save(self, name: str, data: bytes) -> None:
+    def _save(self, name: str, data: bytes | memoryview) -> None:
         file = OutputFile(self.path / name)
         try:
             file.write(data)
@@ -81,7 +81,7 @@ class WorkFolder:
         """Keep a finished layer."""
         buffer = io.BytesIO()
         np.savez(buffer, **arrays, **{_FACTS: np.frombuffer(json.dumps(facts).encode(), np.uint8)})
-        self._save(self._file(layer).name, buffer.getvalue())
+        self._save(self._file(layer).name, buffer.getbuffer())
 
     def names(self, layer: int) -> list[str]:
         """Arrays of a finished layer."""

@@ -242,7 +242,7 @@ def test_the_plan_is_what_is_done(tiny: Path, quantize: Callable[..., dict[str, 
         (("--method", "gptq", "--group-size", "64"), "--group-size 64 does not divide the 96 columns of"),
         (("--method", "awq", "--bits", "8"), "AWQ has 4-bit codes, these have 8"),
         (("--method", "gptq", "--seq-len", "129"), "--seq-len 129 is more than the 128 tokens the model was trained with"),
-        (("--method", "gptq", "--max-ram", "100M"), "calibration needs 0.58 GB at least"),
+        (("--method", "gptq", "--max-ram", "100M"), "calibration needs 0.45 GB at least"),
         (("--method", "gptq", "--max-ram", "lots"), "--max-ram lots: expected a size like 500M or 2G"),
         (("--method", "gptq", "--report", "r.txt"), "expected a name that ends in .json or .html"),
         (("--method", "gptq", "--resume"), "--resume: there is no unfinished run for"),
@@ -312,9 +312,10 @@ def test_activations_on_disk_and_one_lane_give_a_model_as_good(tiny: Path, quant
         (("--method", "gptq"), None),
         (("--method", "gptq"), 1),
         (("--method", "awq"), None),
-        (("--method", "gptq", "--format", "gguf", "--type", "Q4_0"), None),
+        (("--method", "ptq"), None),
+        (("--method", "gptq", "--format", "gguf", "--type", "Q4_K_M"), None),
     ],
-    ids=["gptq", "gptq with little", "awq", "gguf"],
+    ids=["gptq", "gptq with little", "awq", "ptq", "gguf"],
 )
 def test_no_more_memory_is_taken_than_was_planned(
     tmp_path_factory: pytest.TempPathFactory, here: Path, options: tuple[str, ...], limit: int | None
@@ -330,7 +331,7 @@ def test_no_more_memory_is_taken_than_was_planned(
     assert done.returncode == 0, done.stderr
     totals = json.loads(done.stdout)["totals"]
     assert totals["peak_memory_bytes"] <= totals["memory_bytes"]
-    assert totals["peak_memory_bytes"] > 2 * 4 * 4608**2 + (250 << 20), "the sums are part of it"
+    assert totals["peak_memory_bytes"] > 0.75 * totals["memory_bytes"], "nor much less"
     if limit is not None:
         assert totals["memory_bytes"] <= int(command[-1])
 
