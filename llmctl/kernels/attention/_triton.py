@@ -13,10 +13,13 @@ from llmctl.kernels.attention._triton_batch import SHORT, DevicePageMap
 from llmctl.kernels.attention._triton_kernels import attend, merge
 from llmctl.kernels.attention._triton_tiles import Tile, decode_tile, prefill_tile
 from llmctl.kernels.store_kv._triton_pages import TritonPages
+from llmctl.kernels.store_kv._triton_rows import PER_SCALE
 from llmctl.kernels.triton_lib.launch import cdiv, empty, interpreting, power_of_two
 
-_ANY = 1 << 30
+ANY = 1 << 30
+"""More tokens than a sequence has."""
 _MERGED_COLUMNS = 128
+_SHORT_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ def attention(queries: torch.Tensor, pages: TritonPages, batch: BatchDescription
     if page_map.most_long:
         tile = prefill_tile(pages.values.width, pages.is_latent, queries.device)
         least = SHORT + 1 if page_map.most_short else 0
-        _attend(queries, out, None, pages, page_map, layer, tile, 1, (least, _ANY), page_map.most_long)
+        _attend(queries, out, None, pages, page_map, layer, tile, 1, (least, ANY), page_map.most_long)
     if page_map.most_short:
         _attend_split(queries, out, pages, page_map, layer)
     return out
@@ -49,17 +52,34 @@ def _attend_split(
     queries: torch.Tensor, out: torch.Tensor, pages: TritonPages, page_map: DevicePageMap, layer: Choices
 ) -> None:
     """The sequences with few tokens: splits of their keys, then all splits of a token together."""
-    (tokens, heads, width), sequences = out.shape, len(page_map.lens)
+    (heads, width), sequences = out.shape[1:], len(page_map.lens)
     tile, splits = decode_tile(width, pages.is_latent, pages.num_kv_heads, sequences, queries.device)
     if splits == 1:
         _attend(queries, out, None, pages, page_map, layer, tile, 1, (0, SHORT), page_map.most_short)
         return
-    parts = empty((tokens, heads, splits, width), torch.float32, queries.device)
-    logs = empty((tokens, heads, splits), torch.float32, queries.device)
-    _attend(queries, parts, logs, pages, page_map, layer, tile, splits, (0, SHORT), page_map.most_short)
+    parts, logs = attend_parts(queries, pages, page_map, layer, tile, splits, SHORT, page_map.most_short)
     block = min(power_of_two(width), _MERGED_COLUMNS)
     grid = (page_map.most_short * heads, sequences, cdiv(width, block))
     merge[grid](parts, logs, out, page_map.starts, SHORT, HEADS=heads, SPLITS=splits, WIDTH=width, BLOCK=block)
+
+
+def attend_parts(
+    queries: torch.Tensor,
+    pages: TritonPages,
+    page_map: DevicePageMap,
+    layer: Choices,
+    tile: Tile,
+    splits: int,
+    most: int,
+    most_queries: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each split of the keys gives to queries [T, num_heads, width] of sequences with up to `most` tokens: float32 results
+    [T, num_heads, splits, width], and the log2 of the sums of their weights [T, num_heads, splits]."""
+    shape = (*queries.shape[:2], splits)
+    parts = empty((*shape, pages.values.width), torch.float32, queries.device)
+    logs = empty(shape, torch.float32, queries.device)
+    _attend(queries, parts, logs, pages, page_map, layer, tile, splits, (0, most), most_queries)
+    return parts, logs
 
 
 def _attend(
@@ -75,38 +95,40 @@ def _attend(
     most_queries: int,
 ) -> None:
     """Launch `attend` over the sequences with served[0] … served[1] tokens, of which none has more than most_queries."""
-    heads, kv_heads, latent = queries.shape[1], pages.num_kv_heads, pages.is_latent
-    width, rope = pages.values.width, queries.shape[2] - pages.values.width
+    heads, kv_heads = queries.shape[1], pages.num_kv_heads
     grid = (cdiv(most_queries * (heads // kv_heads), tile.block_m), kv_heads * len(page_map.lens), splits)
     keys, values = pages.keys, pages.values
     attend[grid](
         *(queries, out, logs, keys.codes, keys.scales, values.codes, values.scales),
         *(page_map.tables, page_map.lens, page_map.starts, layer.sinks, layer.scale, layer.softcap or 0.0),
         *(layer.sliding_window or 0, layer.anchors, page_map.tables.shape[1], *served),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        WIDTH=width,
-        ROPE=rope,
-        BLOCK_D=power_of_two(width, 32),
-        BLOCK_R=power_of_two(rope, 32),
-        BLOCK_SIZE=pages.block_size,
+        **sizes_of(heads, pages),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         SPLITS=splits,
-        IS_LATENT=latent,
+        IS_LATENT=pages.is_latent,
         HAS_SINKS=layer.sinks is not None,
         HAS_SOFTCAP=layer.softcap is not None,
         HAS_WINDOW=layer.sliding_window is not None,
         HAS_ANCHORS=layer.sliding_window is not None and layer.anchors > 0,
-        DOT=dot_type(queries.dtype, keys.numbers.dtype, values.numbers.dtype),
+        DOT_K=dot_type(queries.dtype, keys.numbers.dtype),
+        DOT_V=dot_type(queries.dtype, values.numbers.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
 
 
-def dot_type(*types: torch.dtype) -> tl.dtype:
-    """What queries, keys and weights are multiplied in: float32 where one of them is, then bfloat16, then float16. The
-    interpreter's products of bfloat16 are wrong: there float32."""
-    if torch.float32 in types or (torch.bfloat16 in types and interpreting()):
+def sizes_of(heads: int, pages: TritonPages) -> dict[str, int]:
+    """The sizes that kernels over pages are compiled for."""
+    width, stride = pages.values.width, pages.keys.width
+    sizes = {"HEADS": heads, "KV_HEADS": pages.num_kv_heads, "BLOCK_SIZE": pages.block_size, "WIDTH": width, "ROPE": stride - width}
+    return sizes | {"BLOCK_D": power_of_two(width, PER_SCALE), "BLOCK_R": power_of_two(stride - width, PER_SCALE)}
+
+
+def dot_type(queries: torch.dtype, pages: torch.dtype) -> tl.dtype:
+    """What numbers of pages are multiplied in: their own 16-bit type, so that they need not be converted, or the queries'; float32
+    where one of the two is. The interpreter's products of bfloat16 are wrong: there float32."""
+    kept = pages if pages in _SHORT_TYPES else queries
+    if torch.float32 in (queries, pages) or (kept == torch.bfloat16 and interpreting()):
         return tl.float32
-    return tl.bfloat16 if torch.bfloat16 in types else tl.float16
+    return _SHORT_TYPES[kept]

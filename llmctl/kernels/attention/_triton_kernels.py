@@ -50,7 +50,8 @@ def attend(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_ANCHORS: tl.constexpr,
-    DOT: tl.constexpr,  # the type of the products' factors
+    DOT_K: tl.constexpr,  # what queries and keys are multiplied in
+    DOT_V: tl.constexpr,  # what weights and values are multiplied in
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     STRIDE: tl.constexpr = WIDTH + ROPE
@@ -70,12 +71,12 @@ def attend(
     row = (begin + rows // GROUP).to(tl.int64) * HEADS + head
     column = tl.arange(0, BLOCK_D)
     is_column = column < WIDTH
-    q = tl.load(queries + row[:, None] * STRIDE + column[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0).to(DOT)
+    q = tl.load(queries + row[:, None] * STRIDE + column[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0).to(DOT_K)
     rope = tl.arange(0, BLOCK_R)
     q_rope = q
     if ROPE > 0:
         at = row[:, None] * STRIDE + WIDTH + rope[None, :]
-        q_rope = tl.load(queries + at, mask=is_row[:, None] & (rope < ROPE)[None, :], other=0.0).to(DOT)
+        q_rope = tl.load(queries + at, mask=is_row[:, None] & (rope < ROPE)[None, :], other=0.0).to(DOT_K)
 
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -101,7 +102,7 @@ def attend(
                 q, q_rope, highest, total, acc, key, end, 0, position, table, kv_head,
                 key_codes, key_scales, value_codes, value_scales, scale, softcap, 0, end, True,
                 KV_HEADS, WIDTH, ROPE, BLOCK_D, BLOCK_R, BLOCK_SIZE, BLOCK_N, IS_LATENT,
-                HAS_SOFTCAP, HAS_WINDOW, HAS_ANCHORS, DOT,
+                HAS_SOFTCAP, HAS_WINDOW, HAS_ANCHORS, DOT_K, DOT_V,
             )  # fmt: skip
     if SPLITS == 1:
         if HAS_WINDOW:
@@ -111,7 +112,7 @@ def attend(
                     q, q_rope, highest, total, acc, key, last + 1, low, position, table, kv_head,
                     key_codes, key_scales, value_codes, value_scales, scale, softcap, window, anchors, True,
                     KV_HEADS, WIDTH, ROPE, BLOCK_D, BLOCK_R, BLOCK_SIZE, BLOCK_N, IS_LATENT,
-                HAS_SOFTCAP, HAS_WINDOW, HAS_ANCHORS, DOT,
+                HAS_SOFTCAP, HAS_WINDOW, HAS_ANCHORS, DOT_K, DOT_V,
                 )  # fmt: skip
             start = tl.maximum(start, whole)
         end = (first + 1) // BLOCK_N * BLOCK_N
@@ -120,7 +121,7 @@ def attend(
                 q, q_rope, highest, total, acc, key, end, 0, position, table, kv_head,
                 key_codes, key_scales, value_codes, value_scales, scale, softcap, window, anchors, False,
                 KV_HEADS, WIDTH, ROPE, BLOCK_D, BLOCK_R, BLOCK_SIZE, BLOCK_N, IS_LATENT,
-                HAS_SOFTCAP, HAS_WINDOW, HAS_ANCHORS, DOT,
+                HAS_SOFTCAP, HAS_WINDOW, HAS_ANCHORS, DOT_K, DOT_V,
             )  # fmt: skip
         start = tl.maximum(start, end)
     for key in range(start, last + 1, step):
@@ -128,7 +129,7 @@ def attend(
             q, q_rope, highest, total, acc, key, last + 1, low, position, table, kv_head,
             key_codes, key_scales, value_codes, value_scales, scale, softcap, window, anchors, True,
             KV_HEADS, WIDTH, ROPE, BLOCK_D, BLOCK_R, BLOCK_SIZE, BLOCK_N, IS_LATENT,
-            HAS_SOFTCAP, HAS_WINDOW, HAS_ANCHORS, DOT,
+            HAS_SOFTCAP, HAS_WINDOW, HAS_ANCHORS, DOT_K, DOT_V,
         )  # fmt: skip
 
     some = total > 0.0
@@ -173,7 +174,8 @@ def _tile(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_ANCHORS: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT_K: tl.constexpr,
+    DOT_V: tl.constexpr,
 ):
     """One more tile of keys and values: the highest score so far, the sum of the weights relative to it, the weighted sum."""
     keys = key + tl.arange(0, BLOCK_N)
@@ -188,17 +190,12 @@ def _tile(
         pages = tl.load(table + keys // BLOCK_SIZE)
     rows = (pages.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE) * KV_HEADS + kv_head
     STRIDE: tl.constexpr = WIDTH + ROPE
-    k = load_rows(key_codes, key_scales, rows, there, 0, STRIDE, WIDTH, BLOCK_D, DOT)
+    k = load_rows(key_codes, key_scales, rows, there, 0, STRIDE, WIDTH, BLOCK_D, DOT_K)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if ROPE > 0:
-        k_rope = load_rows(key_codes, key_scales, rows, there, WIDTH, STRIDE, ROPE, BLOCK_R, DOT)
+        k_rope = load_rows(key_codes, key_scales, rows, there, WIDTH, STRIDE, ROPE, BLOCK_R, DOT_K)
         scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
-    if HAS_SOFTCAP:
-        # tanh x = 1 − 2 / (1 + e^2x)
-        power = tl.exp2(scores * (scale * 2.8853900817779268) / softcap)
-        scores = (softcap - 2.0 * softcap / (1.0 + power)) * 1.4426950408889634
-    else:
-        scores = scores * (scale * 1.4426950408889634)
+    scores = to_powers(scores, scale, softcap, HAS_SOFTCAP)
     if IS_MASKED:
         seen = keys[None, :] <= position[:, None]
         if HAS_WINDOW:
@@ -212,9 +209,20 @@ def _tile(
     weights = tl.exp2(scores - base[:, None])
     shrunk = tl.exp2(highest - base)
     total = total * shrunk + tl.sum(weights, 1)
-    v = k if IS_LATENT else load_rows(value_codes, value_scales, rows, there, 0, WIDTH, WIDTH, BLOCK_D, DOT)
-    acc = tl.dot(weights.to(DOT), v, acc * shrunk[:, None], input_precision="ieee")
+    v = k if IS_LATENT else load_rows(value_codes, value_scales, rows, there, 0, WIDTH, WIDTH, BLOCK_D, DOT_V)
+    acc = tl.dot(weights.to(DOT_V), v, acc * shrunk[:, None], input_precision="ieee")
     return top, total, acc
+
+
+@triton.jit
+def to_powers(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Products of queries and keys, scaled and capped, as exponents of 2: times log2 e."""
+    if HAS_SOFTCAP:
+        # tanh x = 1 − 2 / (1 + e^2x)
+        power = tl.exp2(scores * (scale * 2.8853900817779268) / softcap)
+        return (softcap - 2.0 * softcap / (1.0 + power)) * 1.4426950408889634
+    else:
+        return scores * (scale * 1.4426950408889634)
 
 
 @triton.jit

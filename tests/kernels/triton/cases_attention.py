@@ -14,6 +14,7 @@ from llmctl.kernels._reference import ReferenceOps
 from llmctl.kernels.attention import BatchDescription, PageMap
 from llmctl.kernels.attention import _triton as attention_triton
 from llmctl.kernels.attention._triton_batch import SHORT, to_device
+from llmctl.kernels.attention_votes._triton import attention_votes
 from llmctl.kernels.store_kv._triton import store_kv
 from llmctl.kernels.store_kv._triton_pages import TritonPages
 
@@ -124,3 +125,15 @@ def test_a_token_decodes_to_the_bits_it_is_verified_with(guarded: Guard) -> None
         one.pages, one.tables = world.pages, world.tables[:1]
         alone = attention_triton.attention(guarded(queries[token : token + 1]), one.pages, one.batch(guarded), 0.2)
         assert torch.equal(alone[0], together[token])
+
+
+@pytest.mark.parametrize(
+    ("kv_type", "latent", "choices"), [("f16", 0, (4.0,)), ("q8_0", 0, (None, SINKS)), ("f32", 32, ())], ids=str
+)
+def test_votes_are_the_reference(kv_type: str, latent: int, choices: tuple[Any, ...], guarded: Guard) -> None:
+    kv_heads = 1 if latent else 2
+    world = World([50], [50], 6, kv_heads, 64, kv_type, latent=latent)
+    queries, table = world.normal(7, 6, 64), torch.from_numpy(world.tables[0])
+    expected = world.ops.attention_votes(queries.numpy(), world.reference, world.tables[0], 50, 0.2, *choices)
+    votes = attention_votes(guarded(queries), world.pages, guarded(table), 50, 0.2, *choices)
+    np.testing.assert_allclose(votes.numpy(), expected, rtol=1e-5, atol=1e-6)
