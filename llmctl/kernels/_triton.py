@@ -81,6 +81,12 @@ class TritonOps(ReferenceOps):
     def move_tokens(self, pages: TritonPages, sources: np.ndarray, targets: np.ndarray) -> None:
         pages_of.move_tokens(pages, self._upload(sources), self._upload(targets))
 
+    def attention_votes(
+        self, queries: np.ndarray, pages: TritonPages, block_table: np.ndarray, length: int, scale: float, *choices: Any
+    ) -> np.ndarray:
+        as_attended = self._upload(queries).to(self._torch_dtype)
+        return attention_votes(as_attended, pages, self._upload(block_table), length, scale, *choices).cpu().numpy()
+
     def compile(
         self, forward: Callable[[BatchDescription, torch.Tensor], Rows], rotary_halves: list[int]
     ) -> Callable[[BatchDescription, np.ndarray], np.ndarray]:

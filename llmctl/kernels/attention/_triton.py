@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from llmctl.errors import UnsupportedError
 from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.attention._triton_batch import SHORT, DevicePageMap
 from llmctl.kernels.attention._triton_kernels import attend, merge
@@ -18,6 +19,8 @@ from llmctl.kernels.triton_lib.launch import cdiv, empty, interpreting, power_of
 
 ANY = 1 << 30
 """More tokens than a sequence has."""
+MAX_WIDTH = 512
+"""Of values: beyond, no tile fits a GPU."""
 _MERGED_COLUMNS = 128
 _SHORT_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -40,7 +43,7 @@ def attention(queries: torch.Tensor, pages: TritonPages, batch: BatchDescription
     out = empty((*queries.shape[:2], pages.values.width), queries.dtype, queries.device)
     layer, queries = Choices(scale, *choices), queries.contiguous()
     if page_map.most_long:
-        tile = prefill_tile(pages.values.width, pages.is_latent, queries.device)
+        tile = prefill_tile(pages.keys.width, is_float32(queries, pages), queries.device)
         least = SHORT + 1 if page_map.most_short else 0
         _attend(queries, out, None, pages, page_map, layer, tile, 1, (least, ANY), page_map.most_long)
     if page_map.most_short:
@@ -53,7 +56,7 @@ def _attend_split(
 ) -> None:
     """The sequences with few tokens: splits of their keys, then all splits of a token together."""
     (heads, width), sequences = out.shape[1:], len(page_map.lens)
-    tile, splits = decode_tile(width, pages.is_latent, pages.num_kv_heads, sequences, queries.device)
+    tile, splits = decode_tile(pages.keys.width, is_float32(queries, pages), pages.num_kv_heads, sequences, queries.device)
     if splits == 1:
         _attend(queries, out, None, pages, page_map, layer, tile, 1, (0, SHORT), page_map.most_short)
         return
@@ -119,15 +122,25 @@ def _attend(
 
 
 def sizes_of(heads: int, pages: TritonPages) -> dict[str, int]:
-    """The sizes that kernels over pages are compiled for."""
+    """The sizes that kernels over pages are compiled for. Errors: UnsupportedError for values wider than any tile."""
     width, stride = pages.values.width, pages.keys.width
-    sizes = {"HEADS": heads, "KV_HEADS": pages.num_kv_heads, "BLOCK_SIZE": pages.block_size, "WIDTH": width, "ROPE": stride - width}
-    return sizes | {"BLOCK_D": power_of_two(width, PER_SCALE), "BLOCK_R": power_of_two(stride - width, PER_SCALE)}
+    if width > MAX_WIDTH:
+        raise UnsupportedError(
+            f"the triton backend attends values of up to {MAX_WIDTH} numbers, these have {width}: --backend reference has them"
+        )
+    sizes = {"HEADS": heads, "KV_HEADS": pages.num_kv_heads, "BLOCK_SIZE": pages.block_size}
+    blocks = {"BLOCK_D": power_of_two(width, PER_SCALE), "BLOCK_R": power_of_two(stride - width, PER_SCALE)}
+    return sizes | blocks | {"WIDTH": width, "ROPE": stride - width}
+
+
+def is_float32(queries: torch.Tensor, pages: TritonPages) -> bool:
+    """Whether products are of float32 numbers, which take more room."""
+    return torch.float32 in (queries.dtype, pages.keys.numbers.dtype, pages.values.numbers.dtype)
 
 
 def dot_type(queries: torch.dtype, pages: torch.dtype) -> tl.dtype:
-    """What numbers of pages are multiplied in: their own 16-bit type, so that they need not be converted, or the queries'; float32
-    where one of the two is. The interpreter's products of bfloat16 are wrong: there float32."""
+    """What numbers of pages are multiplied in: their own 16-bit type, so that they need not be converted, or the queries';
+    float32 where one of the two is. The interpreter's products of bfloat16 are wrong: there float32."""
     kept = pages if pages in _SHORT_TYPES else queries
     if torch.float32 in (queries, pages) or (kept == torch.bfloat16 and interpreting()):
         return tl.float32

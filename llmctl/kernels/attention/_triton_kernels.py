@@ -15,7 +15,7 @@ from llmctl.kernels.store_kv._triton_rows import load_rows
 from llmctl.kernels.triton_lib.casts import narrow
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "anchors", "table_width", "least", "most"])
 def attend(
     queries,  # [T, HEADS, WIDTH + ROPE]
     out,  # [T, HEADS, WIDTH] where SPLITS is 1; float32 [T, HEADS, SPLITS, WIDTH] where it is not
@@ -225,7 +225,7 @@ def to_powers(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr):
         return scores * (scale * 1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def merge(
     parts,  # float32 [T, HEADS, SPLITS, WIDTH]
     logs,  # float32 [T, HEADS, SPLITS]

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from llmctl.kernels.attention._triton import ANY, Choices, attend_parts, dot_type, sizes_of
+from llmctl.kernels.attention._triton import ANY, Choices, attend_parts, dot_type, is_float32, sizes_of
 from llmctl.kernels.attention._triton_batch import DevicePageMap
 from llmctl.kernels.attention._triton_kernels import to_powers
 from llmctl.kernels.attention._triton_tiles import decode_tile
@@ -25,11 +25,11 @@ def attention_votes(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """queries [W, num_heads, width] of the last tokens of a sequence with pages block_table and `length` tokens: the votes, float32
-    [num_kv_heads, length]."""
+    """queries [W, num_heads, width] of the last tokens of a sequence with pages block_table and `length` tokens: the votes,
+    float32 [num_kv_heads, length]."""
     count, heads, kv_heads = *queries.shape[:2], pages.num_kv_heads
     queries, layer = queries.contiguous(), Choices(scale, None, softcap, sinks)
-    tile, splits = decode_tile(pages.values.width, pages.is_latent, kv_heads, 1, queries.device)
+    tile, splits = decode_tile(pages.keys.width, is_float32(queries, pages), kv_heads, 1, queries.device)
     lens = torch.tensor([length], dtype=torch.int32, device=queries.device)
     starts = torch.tensor([0, count], dtype=torch.int32, device=queries.device)
     table = block_table.to(torch.int32)[None].contiguous()
@@ -50,7 +50,7 @@ def attention_votes(
     return votes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "length"])
 def votes_kernel(
     queries,  # [count, HEADS, WIDTH + ROPE]
     logs,  # float32 [count, HEADS, SPLITS]: log2 of the sum of a query's weights over each split of the keys

@@ -67,7 +67,7 @@ def _rows(width: int) -> dict[str, int]:
     return {"ROWS": max(NUMBERS // 2 // block, 1), "BLOCK": block}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def rotary_kernel(
     x,
     cos,
@@ -88,7 +88,7 @@ def rotary_kernel(
     tl.store(y + row[:, None] * WIDTH + column[None, :], narrow(numbers, y.dtype.element_ty), mask=wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def rotary_store_kernel(
     queries,
     keys,

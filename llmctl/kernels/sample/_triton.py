@@ -14,7 +14,7 @@ import triton.language as tl
 from llmctl.kernels.triton_lib.compilation import Case
 from llmctl.kernels.triton_lib.launch import cdiv, empty, power_of_two
 
-_BLOCK = 4096
+_BLOCK, _WARPS = 4096, 8
 _TOKENS, _CHANCES = tl.constexpr(0), tl.constexpr(1)
 
 
@@ -29,7 +29,7 @@ def sample(
     (rows, size), block = logits.shape, _block(logits.shape[1])
     best, ids = _candidates(rows, cdiv(size, block), logits.device)
     numbers = (logits.contiguous(), temperatures, seeds, steps, limits)
-    best_of_block[(rows, cdiv(size, block))](*numbers, best, ids, size, BLOCK=block)
+    best_of_block[(rows, cdiv(size, block))](*numbers, best, ids, size, BLOCK=block, num_warps=_WARPS)
     out = empty((rows,), torch.int64, logits.device)
     best_of_row[(rows,)](best, ids, out, cdiv(size, block), BLOCK=power_of_two(cdiv(size, block)))
     return out
@@ -62,10 +62,10 @@ def verify(
     logits, drafted = logits.contiguous(), drafted.contiguous()
     odds = None if odds is None else odds.contiguous()
     grid = (sequences * count, blocks)
-    sums_of_block[grid](logits, temperatures, sums, size, COUNT=count, BLOCK=block)
+    sums_of_block[grid](logits, temperatures, sums, size, COUNT=count, BLOCK=block, num_warps=_WARPS)
     many = {"BLOCKS": power_of_two(blocks), "COUNT": count}
     row_inputs = (logits, drafted, odds, temperatures, seeds, steps, sums, best, ids, size, blocks)
-    residual_of_block[grid](*row_inputs, **many, BLOCK=block)
+    residual_of_block[grid](*row_inputs, **many, BLOCK=block, num_warps=_WARPS)
     out = empty((sequences, count), torch.int64, device)
     lengths = empty((sequences,), torch.int32, device)
     inputs = (logits, drafted, odds, temperatures, seeds, steps, sums, best, ids, out, lengths, size, blocks)
@@ -260,10 +260,11 @@ def kernel_cases() -> list[Case]:
     sizes, count = {"size": "i32", "blocks": "i32"}, {"BLOCKS": 32, "COUNT": 4}
     block = {"BLOCK": _BLOCK}
     logits, limits = {"logits": "*fp32", "size": "i32"}, {"limits": "*fp32"}
+    summed = {"temperatures": "*fp32", "sums": "*fp32"}
     return [
-        Case("sample.block", best_of_block, rows | found | logits | limits, block, ("logits", "size"), num_warps=8),
+        Case("sample.block", best_of_block, rows | found | logits | limits, block, ("logits", "size"), _WARPS),
         Case("sample.row", best_of_row, found | {"out": "*i64", "blocks": "i32"}, {"BLOCK": 32}),
-        Case("sample.sums", sums_of_block, {**logits, "temperatures": "*fp32", "sums": "*fp32"}, {"COUNT": 4, **block}),
-        Case("sample.residual", residual_of_block, drafts | sizes, count | block, ("logits", "odds", "size")),
+        Case("sample.sums", sums_of_block, logits | summed, block | {"COUNT": 4}, ("logits", "size"), _WARPS),
+        Case("sample.residual", residual_of_block, drafts | sizes, count | block, ("logits", "odds", "size"), _WARPS),
         Case("sample.accept", accept, drafts | sizes | {"out": "*i64", "lengths": "*i32"}, count),
     ]

@@ -34,7 +34,7 @@ def stored(side: TritonSide) -> tuple[torch.Tensor, torch.Tensor | None]:
     return side.numbers.view(torch.uint8) if side.numbers.dtype == torch.float8_e4m3fn else side.numbers, side.scales
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def store_kernel(
     keys,
     values,

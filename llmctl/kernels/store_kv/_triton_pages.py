@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ class TritonSide:
     width: int
 
     @classmethod
-    def make(cls, shape: tuple[int, int, int], side: str, device: str) -> TritonSide:
+    def make(cls, shape: tuple[int, int, int], side: str, device: str, latent: int = 0) -> TritonSide:
         """Uninitialised. Errors: UnsupportedError for types that no kernel reads, OutOfMemoryError."""
         if side not in KV_TYPES:
             raise UnsupportedError(
@@ -40,10 +41,9 @@ class TritonSide:
             )
         if side != "q8_0":
             return cls(_allocate(shape, _DTYPES[side], side, device), None, shape[-1])
-        if shape[-1] % PER_SCALE:
-            raise UnsupportedError(
-                f"--kv-type q8_0: heads of {shape[-1]} numbers are not whole blocks of {PER_SCALE}: f16 keeps them"
-            )
+        if shape[-1] % PER_SCALE or latent % PER_SCALE:
+            parts = f"latents of {latent} and {shape[-1] - latent}" if latent else f"heads of {shape[-1]}"
+            raise UnsupportedError(f"--kv-type q8_0: {parts} numbers are not whole blocks of {PER_SCALE}: f16 keeps them")
         scales = _allocate((*shape[:2], shape[-1] // PER_SCALE), torch.float16, side, device)
         return cls(_allocate(shape, torch.int8, side, device), scales, shape[-1])
 
@@ -89,7 +89,7 @@ class TritonPages:
     ) -> TritonPages:
         """As `Ops.kv_pages`. Errors: UnsupportedError for types that no kernel reads, OutOfMemoryError."""
         shape, sides = (num_blocks * block_size, num_kv_heads, head_dim), sides_of(kv_type)
-        keys = TritonSide.make(shape, sides[0], device)
+        keys = TritonSide.make(shape, sides[0], device, latent)
         if latent:
             return cls(block_size, keys, TritonSide(keys.numbers, keys.scales, latent), is_latent=True)
         return cls(block_size, keys, TritonSide.make(shape, sides[1], device))
@@ -145,6 +145,7 @@ def _page(part: torch.Tensor, pages: TritonPages, page: int) -> torch.Tensor:
     return part[page * pages.block_size : (page + 1) * pages.block_size]
 
 
+@cache
 def _converts_fp8(device: torch.device) -> bool:
     return not interpreting() and torch.cuda.get_device_capability(device) >= _CONVERTS_FP8
 

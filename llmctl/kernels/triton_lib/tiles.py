@@ -8,6 +8,9 @@ matvec.sub_blocks              32-column pieces of K a turn, in the same way
 matmul.block_n, .sub_blocks    columns of the result and 32-column pieces of K that a program takes at a time
 ….blocks_per_multiprocessor    programs to have at least, before K is split no further
 ….max_splits                   of K
+attention.prefill, .decode     rows, keys, warps, stages by the largest width of a key that they are for
+attention.float32              the same where products are of float32
+attention.programs             to have at least in a step of decode, before keys are split no further, at most max_splits times
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ _BY_NAME = {"H200": "h200", "H100": "h200", "A100": "a100", "4090": "rtx4090"}
 _KEYS = {
     "matvec": {"num_warps", "rows_per_thread", "sub_blocks", "blocks_per_multiprocessor", "max_splits"},
     "matmul": {"num_warps", "num_stages", "block_n", "sub_blocks", "blocks_per_multiprocessor", "max_splits"},
+    "attention": {"prefill", "decode", "float32", "programs", "max_splits"},
 }
 
 
@@ -105,11 +109,16 @@ def gpu_table(device: torch.device) -> dict[str, Any]:
     if named:
         return _read(Path(named))
     if device.type != "cuda":
-        return _read(_FOLDER / "interpreter.json")  # few programs and large ones: every operation costs the same
+        return named_table("interpreter")  # few programs and large ones: every operation costs the same
     properties = torch.cuda.get_device_properties(device)
     usual = "a100" if properties.major == 8 and properties.minor == 0 else "rtx4090" if properties.major <= 8 else "h200"
     name = next((table for word, table in _BY_NAME.items() if word in properties.name), usual)
-    return _read(_FOLDER / f"{name}.json") | {"multiprocessors": properties.multi_processor_count}
+    return named_table(name) | {"multiprocessors": properties.multi_processor_count}
+
+
+def named_table(name: str) -> dict[str, Any]:
+    """One of `configs`."""
+    return _read(_FOLDER / f"{name}.json")
 
 
 def _read(path: Path) -> dict[str, Any]:
