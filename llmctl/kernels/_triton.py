@@ -19,6 +19,7 @@ from llmctl.kernels._triton_deferred import NormedHeads, Rounded, Rows, Sum, Tur
 from llmctl.kernels._triton_graphs import Steps
 from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.attention._triton import attention
+from llmctl.kernels.attention_votes._triton import attention_votes
 from llmctl.kernels.embedding._triton import embedding
 from llmctl.kernels.head_linear._triton import head_linear
 from llmctl.kernels.layer_norm._triton import layer_norm
