@@ -12,7 +12,7 @@ from llmctl.errors import UnsupportedError
 from llmctl.kernels.attention import BatchDescription
 from llmctl.kernels.attention._triton_batch import SHORT, DevicePageMap
 from llmctl.kernels.attention._triton_kernels import attend, merge
-from llmctl.kernels.attention._triton_tiles import Tile, decode_tile, prefill_tile
+from llmctl.kernels.attention._triton_tiles import Numbers, Tile, decode_tile, prefill_tile
 from llmctl.kernels.store_kv._triton_pages import TritonPages
 from llmctl.kernels.store_kv._triton_rows import PER_SCALE
 from llmctl.kernels.triton_lib.launch import cdiv, empty, interpreting, power_of_two
@@ -43,7 +43,7 @@ def attention(queries: torch.Tensor, pages: TritonPages, batch: BatchDescription
     out = empty((*queries.shape[:2], pages.values.width), queries.dtype, queries.device)
     layer, queries = Choices(scale, *choices), queries.contiguous()
     if page_map.most_long:
-        tile = prefill_tile(pages.keys.width, is_float32(queries, pages), queries.device)
+        tile = prefill_tile(numbers_of(queries, pages), queries.device)
         least = SHORT + 1 if page_map.most_short else 0
         _attend(queries, out, None, pages, page_map, layer, tile, 1, (least, ANY), page_map.most_long)
     if page_map.most_short:
@@ -56,7 +56,7 @@ def _attend_split(
 ) -> None:
     """The sequences with few tokens: splits of their keys, then all splits of a token together."""
     (heads, width), sequences = out.shape[1:], len(page_map.lens)
-    tile, splits = decode_tile(pages.keys.width, is_float32(queries, pages), pages.num_kv_heads, sequences, queries.device)
+    tile, splits = decode_tile(numbers_of(queries, pages), pages.num_kv_heads, sequences, queries.device)
     if splits == 1:
         _attend(queries, out, None, pages, page_map, layer, tile, 1, (0, SHORT), page_map.most_short)
         return
@@ -133,9 +133,11 @@ def sizes_of(heads: int, pages: TritonPages) -> dict[str, int]:
     return sizes | blocks | {"WIDTH": width, "ROPE": stride - width}
 
 
-def is_float32(queries: torch.Tensor, pages: TritonPages) -> bool:
-    """Whether products are of float32 numbers, which take more room."""
-    return torch.float32 in (queries.dtype, pages.keys.numbers.dtype, pages.values.numbers.dtype)
+def numbers_of(queries: torch.Tensor, pages: TritonPages) -> Numbers:
+    """What the tiles depend on."""
+    sides = (pages.keys.numbers, pages.values.numbers)
+    is_float32 = torch.float32 in (queries.dtype, *(side.dtype for side in sides))
+    return Numbers(pages.keys.width, is_float32, any(side.element_size() == 1 for side in sides))
 
 
 def dot_type(queries: torch.dtype, pages: torch.dtype) -> tl.dtype:

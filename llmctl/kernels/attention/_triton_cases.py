@@ -7,12 +7,13 @@ from typing import Any
 import triton.language as tl
 
 from llmctl.kernels.attention._triton_kernels import attend, merge
-from llmctl.kernels.attention._triton_tiles import splits_of, tile_of
+from llmctl.kernels.attention._triton_tiles import Numbers, splits_of, tile_of
 from llmctl.kernels.triton_lib.compilation import Case
 from llmctl.kernels.triton_lib.tiles import named_table
 
 _GPUS = {"h200": 90, "a100": 80, "rtx4090": 89}
 _POINTERS = {"f16": "*fp16", "bf16": "*bf16", "f32": "*fp32", "q8_0": "*i8", "fp8": "*fp8e4nv"}
+_CODES = ("q8_0", "fp8")
 _DOTS = {"bf16": tl.bfloat16, "f32": tl.float32}
 _BYTES_OF_FP8 = 80
 """This GPU takes e4m3 as bytes."""
@@ -28,7 +29,7 @@ _OTHERS = [
     *(("decode", width, "q8_0") for width in (256, 576)),
     ("decode", 128, "fp8"),
     ("prefill", 128, "bf16"),
-    ("prefill", 128, "q8_0"),
+    *(("prefill", width, "q8_0") for width in (128, 256, 576)),
     ("prefill", 128, "f32"),
 ]
 
@@ -44,7 +45,7 @@ def _attend(gpu: str, kind: str, width: int, kv_type: str, choices: tuple[str, .
     """choices: what a layer has beside."""
     table, arch = named_table(gpu), _GPUS[gpu]
     heads, kv_heads = _HEADS[width]
-    tile = tile_of(table, kind, width, kv_type == "f32")
+    tile = tile_of(table, kind, Numbers(width, kv_type == "f32", kv_type in _CODES))
     splits = splits_of(table, kv_heads, 1) if kind == "decode" else 1
     latent = _LATENT.get(width, 0)
     types = _types("*u8" if kv_type == "fp8" and arch == _BYTES_OF_FP8 else _POINTERS[kv_type], kv_type, splits > 1)

@@ -22,25 +22,35 @@ class Tile:
     num_stages: int = 2
 
 
-def tile_of(table: dict[str, Any], kind: str, width: int, is_float32: bool) -> Tile:
-    """kind: "prefill" or "decode". width: of a key."""
+@dataclass(frozen=True)
+class Numbers:
+    """What a tile is chosen by. width: of a key. is_float32: what is multiplied. are_codes: keys or values are (q8_0, fp8)."""
+
+    width: int
+    is_float32: bool
+    are_codes: bool
+
+
+def tile_of(table: dict[str, Any], kind: str, numbers: Numbers) -> Tile:
+    """kind: "prefill" or "decode"."""
     own = table["attention"]
-    if is_float32:
+    if numbers.is_float32:
         return Tile(*own["float32"])
-    sizes = sorted(int(size) for size in own[kind])
-    return Tile(*own[kind][str(next((size for size in sizes if width <= size), sizes[-1]))])
+    by_width = own[f"{kind}_codes" if numbers.are_codes else kind]
+    widths = sorted(map(int, by_width))
+    return Tile(*by_width[str(next((width for width in widths if numbers.width <= width), widths[-1]))])
 
 
-def prefill_tile(width: int, is_float32: bool, device: torch.device) -> Tile:
-    """For keys of so many numbers. is_float32: what is multiplied."""
-    return tile_of(gpu_table(device), "prefill", width, is_float32)
+def prefill_tile(numbers: Numbers, device: torch.device) -> Tile:
+    """From the table of a device."""
+    return tile_of(gpu_table(device), "prefill", numbers)
 
 
-def decode_tile(width: int, is_float32: bool, kv_heads: int, sequences: int, device: torch.device) -> tuple[Tile, int]:
+def decode_tile(numbers: Numbers, kv_heads: int, sequences: int, device: torch.device) -> tuple[Tile, int]:
     """And in how many parts the keys are split: the same for all steps of up to 8 sequences, so that a token's numbers do not
     depend on how many there are."""
     table = gpu_table(device)
-    return tile_of(table, "decode", width, is_float32), splits_of(table, kv_heads, sequences)
+    return tile_of(table, "decode", numbers), splits_of(table, kv_heads, sequences)
 
 
 def splits_of(table: dict[str, Any], kv_heads: int, sequences: int) -> int:

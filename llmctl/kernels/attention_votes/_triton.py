@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from llmctl.kernels.attention._triton import ANY, Choices, attend_parts, dot_type, is_float32, sizes_of
+from llmctl.kernels.attention._triton import ANY, Choices, attend_parts, dot_type, numbers_of, sizes_of
 from llmctl.kernels.attention._triton_batch import DevicePageMap
 from llmctl.kernels.attention._triton_kernels import to_powers
 from llmctl.kernels.attention._triton_tiles import decode_tile
@@ -29,7 +29,7 @@ def attention_votes(
     float32 [num_kv_heads, length]."""
     count, heads, kv_heads = *queries.shape[:2], pages.num_kv_heads
     queries, layer = queries.contiguous(), Choices(scale, None, softcap, sinks)
-    tile, splits = decode_tile(pages.keys.width, is_float32(queries, pages), kv_heads, 1, queries.device)
+    tile, splits = decode_tile(numbers_of(queries, pages), kv_heads, 1, queries.device)
     lens = torch.tensor([length], dtype=torch.int32, device=queries.device)
     starts = torch.tensor([0, count], dtype=torch.int32, device=queries.device)
     table = block_table.to(torch.int32)[None].contiguous()

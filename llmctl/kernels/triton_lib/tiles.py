@@ -9,6 +9,7 @@ matmul.block_n, .sub_blocks    columns of the result and 32-column pieces of K t
 ….blocks_per_multiprocessor    programs to have at least, before K is split no further
 ….max_splits                   of K
 attention.prefill, .decode     rows, keys, warps, stages by the largest width of a key that they are for
+….prefill_codes, .decode_codes the same where pages hold codes (q8_0, fp8)
 attention.float32              the same where products are of float32
 attention.programs             to have at least in a step of decode, before keys are split no further, at most max_splits times
 """
@@ -38,7 +39,7 @@ _BY_NAME = {"H200": "h200", "H100": "h200", "A100": "a100", "4090": "rtx4090"}
 _KEYS = {
     "matvec": {"num_warps", "rows_per_thread", "sub_blocks", "blocks_per_multiprocessor", "max_splits"},
     "matmul": {"num_warps", "num_stages", "block_n", "sub_blocks", "blocks_per_multiprocessor", "max_splits"},
-    "attention": {"prefill", "decode", "float32", "programs", "max_splits"},
+    "attention": {"prefill", "decode", "prefill_codes", "decode_codes", "float32", "programs", "max_splits"},
 }
 
 
