@@ -237,7 +237,7 @@ def merge(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token's head: its splits' results, weighted by their sums."""
+    """One token's head: its splits' results, weighted by their sums; zeros where it saw no key."""
     begin = tl.load(starts + tl.program_id(1))
     count = tl.load(starts + tl.program_id(1) + 1) - begin
     token = tl.program_id(0) // HEADS
@@ -247,8 +247,10 @@ def merge(
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     split = tl.arange(0, SPLITS)
     log = tl.load(logs + row * SPLITS + split)
-    weight = tl.exp2(log - tl.max(log, 0))
+    top = tl.max(log, 0)
+    weight = tl.exp2(log - tl.where(top == float("-inf"), 0.0, top))
     wanted = (weight > 0.0)[:, None] & (column < WIDTH)[None, :]
     part = tl.load(parts + (row * SPLITS + split)[:, None] * WIDTH + column[None, :], mask=wanted, other=0.0)
-    y = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    total = tl.sum(weight, 0)
+    y = tl.sum(part * weight[:, None], 0) / tl.where(total > 0.0, total, 1.0)
     tl.store(out + row * WIDTH + column, narrow(y, out.dtype.element_ty), mask=column < WIDTH)

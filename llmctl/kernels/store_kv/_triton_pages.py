@@ -16,8 +16,6 @@ from llmctl.kernels.kv_types import sides_of
 from llmctl.kernels.store_kv._triton_rows import PER_SCALE
 from llmctl.kernels.triton_lib.launch import empty, interpreting
 
-KV_TYPES = ("f32", "f16", "bf16", "q8_0", "fp8")
-"""What pages of this backend can be kept in."""
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "q8_0": torch.int8, "fp8": torch.float8_e4m3fn}
 _CONVERTS_FP8 = (8, 9)
 """The compute capability from which on a GPU has instructions for e4m3."""
@@ -35,9 +33,9 @@ class TritonSide:
     @classmethod
     def make(cls, shape: tuple[int, int, int], side: str, device: str, latent: int = 0) -> TritonSide:
         """Uninitialised. Errors: UnsupportedError for types that no kernel reads, OutOfMemoryError."""
-        if side not in KV_TYPES:
+        if side not in _DTYPES:
             raise UnsupportedError(
-                f"--kv-type {side}: the triton backend keeps {', '.join(KV_TYPES)}; --backend reference and native keep it"
+                f"--kv-type {side}: the triton backend keeps {', '.join(_DTYPES)}; --backend reference and native keep it"
             )
         if side != "q8_0":
             return cls(_allocate(shape, _DTYPES[side], side, device), None, shape[-1])

@@ -120,6 +120,16 @@ def test_pages_out_of_every_window_are_not_read(guarded: Guard) -> None:
     world.check(guarded, 19)
 
 
+def test_a_sequence_without_keys_is_zeros(guarded: Guard) -> None:
+    """So are those that fill up a graph's batch."""
+    world = World([1, 1], [20, 3], 2, 1, 16, "f16")
+    queries = world.normal(2, 2, 16)
+    world.lengths[1] = 0
+    y = attention_triton.attention(guarded(queries), world.pages, world.batch(guarded), 0.25)
+    assert torch.equal(y[1], torch.zeros(2, 16))
+    assert y[0].isfinite().all()
+
+
 def test_a_token_decodes_to_the_bits_it_is_verified_with(guarded: Guard) -> None:
     world = World([5, 1], [68, 33], 4, 2, 32, "f16")
     queries = world.normal(6, 4, 32)
