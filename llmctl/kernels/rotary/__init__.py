@@ -5,6 +5,8 @@ cos  [T, rotary_dim / 2]    float32, one row a token (already multiplied by the 
 sin  [T, rotary_dim / 2]
 y    [T, heads, head_dim]   element i is paired with i + rotary_dim / 2 ("rotate half"); the rest passes unchanged
 
+rotary_store, of the triton backend, is the norms of heads, rotary and store_kv in one.
+
 rotary_angles(positions, inv_freq, scaling) -> (cos, sin) makes the rows: cos(positions · inv_freq) · scaling, in float32.
 
 Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.

@@ -10,6 +10,10 @@ allowed [⌈V / 32⌉]  uint32; a logit whose bit is 0 becomes −inf, in place:
 A logit of −inf is no candidate, so n is smaller where fewer than k are above it; where none is, id 0 stands alone. Both
 arrays are empty if any logit is NaN.
 
+On a device, without a word to the host: sample(logits, temperatures, seeds, steps, limits=None) -> ids draws a token a row, and
+verify(logits, drafted, odds, temperatures, seeds, steps) -> (ids, counts) keeps or rejects drafted ones; shapes in _triton.py,
+the same in torch in _reference.py.
+
 The native ones read the logits once; without the compiled extension numpy's serves.
 """
 

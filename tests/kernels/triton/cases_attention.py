@@ -14,9 +14,11 @@ from llmctl.kernels._reference import ReferenceOps
 from llmctl.kernels.attention import BatchDescription, PageMap
 from llmctl.kernels.attention import _triton as attention_triton
 from llmctl.kernels.attention._triton_batch import SHORT, to_device
+from llmctl.kernels.attention._triton_tiles import Numbers, Tile, splits_of, tile_of
 from llmctl.kernels.attention_votes._triton import attention_votes
 from llmctl.kernels.store_kv._triton import store_kv
 from llmctl.kernels.store_kv._triton_pages import TritonPages
+from llmctl.kernels.triton_lib.tiles import named_table
 
 Guard = Callable[[torch.Tensor], torch.Tensor]
 BLOCK_SIZE = 16
@@ -151,3 +153,13 @@ def test_votes_are_the_reference(kv_type: str, latent: int, choices: tuple[Any, 
     expected = world.ops.attention_votes(queries.numpy(), world.reference, world.tables[0], 50, 0.2, *choices)
     votes = attention_votes(guarded(queries), world.pages, guarded(table), 50, 0.2, *choices)
     np.testing.assert_allclose(votes.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_tiles_and_splits_come_from_the_table() -> None:
+    table = named_table("h200")
+    own = table["attention"]
+    assert {splits_of(table, 8, sequences) for sequences in range(1, 9)} == {32}, "a token's sums are the same in small batches"
+    assert (splits_of(table, 1, 1), splits_of(table, 8, 64), splits_of(table, 512, 1)) == (64, 4, 1)
+    assert tile_of(table, "decode", Numbers(96, is_float32=False, are_codes=False)) == Tile(*own["decode"]["128"])
+    assert tile_of(table, "decode", Numbers(600, is_float32=False, are_codes=True)) == Tile(*own["decode_codes"]["576"])
+    assert tile_of(table, "prefill", Numbers(64, is_float32=True, are_codes=True)) == Tile(*own["float32"])
