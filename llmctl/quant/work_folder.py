@@ -12,8 +12,10 @@ import io
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from llmctl.errors import FormatError, OutputError, UsageError
 from llmctl.runtime.checkpoint.output_file import OutputFile
 
 _STATE, _FACTS = "state.json", "facts"
+_Taken = TypeVar("_Taken")
 
 
 class WorkFolder:
@@ -85,24 +88,24 @@ class WorkFolder:
 
     def names(self, layer: int) -> list[str]:
         """Arrays of a finished layer."""
-        with self._open(layer) as file:
-            return [name for name in file.files if name != _FACTS]
+        return self._of(layer, lambda file: [name for name in file.files if name != _FACTS])
 
     def read(self, layer: int, name: str) -> np.ndarray:
         """One array of a finished layer."""
-        with self._open(layer) as file:
-            return file[name]
+        return self._of(layer, lambda file: file[name])
 
     def facts(self, layer: int) -> dict[str, Any]:
         """What was kept beside the arrays."""
-        with self._open(layer) as file:
-            return json.loads(file[_FACTS].tobytes())
+        return self._of(layer, lambda file: json.loads(file[_FACTS].tobytes()))
 
-    def _open(self, layer: int) -> Any:
+    def _of(self, layer: int, take: Callable[[Any], _Taken]) -> _Taken:
+        """Of the layer's file. FormatError if that is damaged."""
+        path = self._file(layer)
         try:
-            return np.load(self._file(layer), allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise FormatError(f"{self._file(layer)}: cannot be read ({error}); leave --resume out to begin anew") from error
+            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+                return take(file)
+        except (OSError, ValueError, KeyError, BadZipFile) as error:
+            raise FormatError(f"{path}: cannot be read ({error}); leave --resume out to begin anew") from error
 
     def _file(self, layer: int) -> Path:
         return self.path / f"layer-{layer:05d}.npz"
