@@ -45,5 +45,9 @@ class OutputError(LlmctlError):
     """The result could not be written: disk full, read-only folder, output equal to the input."""
 
 
+class StandardOutputError(OutputError):
+    """Standard output cannot be written: nobody sees what is still to come."""
+
+
 class OutOfMemoryError(LlmctlError):
     """The model or its cache does not fit; the message names needed and available bytes."""

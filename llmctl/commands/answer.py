@@ -34,14 +34,10 @@ def stream_answer(
 
     stream = generate_text(engine, tokenizer, token_ids, params, stop)
     answer = Completion(stream.sequence, stream.stats)
-    if engine.speculation is None:
-        console.detail(f"seed: {answer.seed}")
     with contextlib.closing(stream), on_interrupt(stream.cancel):
         for event in stream:
             answer.take(event)
             take(event)
-    if engine.speculation is not None and answer.seed is not None:  # only now is it known that there is one
-        console.detail(f"seed: {answer.seed}")
     return answer
 
 
@@ -114,11 +110,13 @@ def describe_sampling(params: SamplingParams, from_file: dict[str, Any]) -> list
     ]
 
 
-def describe_stats(stats: GenerationStats) -> list[str]:
-    """Counts and rates of one answer."""
+def describe_answer(answer: Completion) -> list[str]:
+    """Seed, if one makes it again, counts and rates; told once it is whole, since a line in between would tear it."""
+    stats = answer.stats
     prompt = f"prompt: {stats.prompt_tokens} tokens, {stats.cached_tokens} of them cached"
     prefill, decode, first = stats.prefill_tokens_per_s, stats.decode_tokens_per_s, stats.ttft_ms
     return [
+        *([] if answer.seed is None else [f"seed: {answer.seed}"]),
         prompt + (f", {prefill:.1f} tokens/s" if prefill else ""),
         f"generated: {stats.completion_tokens} tokens" + (f", {decode:.1f} tokens/s" if decode else ""),
         *([f"first token after: {first:.0f} ms"] if first is not None else []),

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Literal
 
 from llmctl.commands import console
 from llmctl.commands.answer import (
+    describe_answer,
     describe_limit,
     describe_model,
     describe_sampling,
-    describe_stats,
     load_weights,
     stream_answer,
 )
 from llmctl.commands.answer_view import AnswerView, render_markdown
 from llmctl.commands.chat_prompt import make_prompt, unquoted
 from llmctl.commands.thinking import OPEN
-from llmctl.errors import ChatTemplateError, ContextLengthError, LlmctlError, OutputError, UnsupportedError, UsageError
+from llmctl.errors import ChatTemplateError, ContextLengthError, LlmctlError, StandardOutputError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from llmctl.commands.session import Session
@@ -196,7 +196,7 @@ class ChatLoop:
                         return
                 elif unquoted(line).strip():
                     self._ask(unquoted(line))
-            except OutputError:  # nobody sees the chat any more
+            except StandardOutputError:  # nobody sees the chat any more
                 raise
             except LlmctlError as error:
                 console.error(str(error))
@@ -229,5 +229,5 @@ class ChatLoop:
         answer = conversation.reply_to(text)
         if answer.finish_reason == "length":
             console.warn(describe_limit(answer, conversation.params, conversation.model.context_length))
-        for line in describe_stats(answer.stats):
+        for line in describe_answer(answer):
             console.detail(line)

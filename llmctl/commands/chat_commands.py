@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llmctl.commands import console
-from llmctl.commands.answer import describe_stats
+from llmctl.commands.answer import describe_answer
 from llmctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -144,13 +144,16 @@ class ChatCommands:
     def _stats(self, rest: str) -> None:
         if self._conversation.last is None:
             raise UsageError("there is no answer yet to count")
-        for line in describe_stats(self._conversation.last.stats):
+        for line in describe_answer(self._conversation.last):
             console.result(line)
 
     def _save(self, rest: str) -> None:
         from llmctl.commands.saved_chat import save_chat
+        from llmctl.runtime.saved_cache import is_cache
 
         path = _path(rest, "/save")
+        if path.is_file() and not is_cache(path):
+            raise UsageError(f"{path}: exists already and is no saved chat; /save another name")
         count = save_chat(self._conversation, path)
         console.result(f"{len(self._conversation.messages)} messages and the cache of {count} tokens are in {path}.")
 

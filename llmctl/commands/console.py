@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from llmctl.errors import OutputError
+from llmctl.errors import StandardOutputError
 
 JSON_VERSION = 1
 """Version of every --json document; raised when a field changes its meaning or goes away."""
@@ -67,10 +67,10 @@ def use_color(stream: TextIO | None) -> bool:
 def result(text: str = "", *, end: str = "\n") -> None:
     """Write a part of the result to stdout and flush it, so that streamed text arrives as it is made.
 
-    Errors: BrokenPipeError when the reader has left (cli.main ends silently), OutputError for anything else.
+    Errors: BrokenPipeError when the reader has left (cli.main ends silently), StandardOutputError for anything else.
     """
     if sys.stdout is None:
-        raise OutputError("cannot write the result: standard output is closed")
+        raise StandardOutputError("cannot write the result: standard output is closed")
     try:
         sys.stdout.write(text + end)
         sys.stdout.flush()
@@ -78,7 +78,7 @@ def result(text: str = "", *, end: str = "\n") -> None:
         raise
     except OSError as error:
         abandon(sys.stdout)
-        raise OutputError(f"cannot write the result to standard output: {error.strerror or error}") from error
+        raise StandardOutputError(f"cannot write the result to standard output: {error.strerror or error}") from error
 
 
 def print_json(document: Mapping[str, Any], *, indent: int | None = 2) -> None:

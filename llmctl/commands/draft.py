@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmctl.commands import console
-from llmctl.errors import UnsupportedError, UsageError
+from llmctl.errors import LlmctlError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from llmctl.kernels.formats.spec import Format
@@ -138,7 +138,10 @@ def _own_formats(target: OpenedModel, type_name: str) -> dict[str, Format]:
     """The types of the model's matrices in a mix, by Hugging Face name. Errors: UsageError."""
     from llmctl.quant.recipe import ModelFacts, choose_types, recipe_by_name
 
-    recipe = recipe_by_name(type_name)
+    try:
+        recipe = recipe_by_name(type_name)
+    except LlmctlError as error:
+        raise UsageError(f"--draft {_SELF}{type_name}: {error}") from None
     if recipe is None or recipe.matrices.is_plain:
         raise UsageError(f"--draft {_SELF}{type_name}: a draft needs fewer bits than the model: {_SELF}Q4_0, {_SELF}Q4_K_M …")
     if recipe.needs_importance:

@@ -55,7 +55,15 @@ def _about(document: dict[str, Any]) -> str:
 
 
 def _plan(document: dict[str, Any]) -> Iterator[str]:
-    from llmctl.commands.kv_plan import TOTAL_HEADERS, describe_group, formula, memory_line, total_rows, type_table
+    from llmctl.commands.kv_plan import (
+        TOTAL_HEADERS,
+        describe_group,
+        formula,
+        heads_line,
+        memory_line,
+        total_rows,
+        type_table,
+    )
     from llmctl.quant.html_page import table
 
     yield "<h2>Plan</h2>"
@@ -64,7 +72,7 @@ def _plan(document: dict[str, Any]) -> Iterator[str]:
     headers, rows = type_table(document)
     yield table(_lower(headers), rows, caption="What a token adds", numbers=range(1, len(headers) - 1))
     yield table(_lower(TOTAL_HEADERS), total_rows(document), caption="What a cache takes", numbers=range(1, 6))
-    if line := memory_line(document):
+    for line in filter(None, (heads_line(document), memory_line(document))):
         yield f"<p>{escape(line)}</p>"
 
 

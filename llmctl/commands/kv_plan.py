@@ -122,7 +122,8 @@ def _type(layers: tuple[LayerShape, ...], kv_type: str, free: int | None) -> dic
 
     each = bytes_per_token(layers, kv_type)
     longest = None if free is None or each is None else fitting_context(layers, kv_type, free, _MOST_TOKENS)
-    return {"kv_type": kv_type, "runs_here": _runs_here(kv_type), "bytes_per_token": each, "longest_context": longest}
+    runs = each is not None and _runs_here(kv_type)
+    return {"kv_type": kv_type, "runs_here": runs, "bytes_per_token": each, "longest_context": longest}
 
 
 def _groups(layers: tuple[LayerShape, ...]) -> list[tuple[LayerShape, int]]:
@@ -241,16 +242,32 @@ def type_table(report: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[Any,
             *(_count(group["bytes_per_token"][entry["kv_type"]]) for group in groups),
             _count(entry["bytes_per_token"]),
             "-" if entry["longest_context"] is None else _tokens(entry["longest_context"]),
-            "yes" if entry["runs_here"] else "not yet",
+            _runs(entry),
         )
         for entry in report["types"]
     ]
     return ("BYTES A TOKEN", *shapes, "ALL LAYERS", "TOKENS THAT FIT", "RUNS HERE"), rows
 
 
+def _runs(entry: dict[str, Any]) -> str:
+    if entry["bytes_per_token"] is None:
+        return "no"
+    return "yes" if entry["runs_here"] else "not yet"
+
+
+def heads_line(report: dict[str, Any]) -> str:
+    """Why some types cannot keep heads of these sizes; empty where all can."""
+    kept = {(g["head_dim"], name): size for g in report["layers"] for name, size in g["bytes_per_token"].items()}
+    types = dict.fromkeys(name for (_, name), size in kept.items() if size is None)
+    heads = dict.fromkeys(str(head) for (head, _), size in kept.items() if size is None)
+    return f"For heads of {', '.join(heads)} there is no {', '.join(types)}: blocks of 32 numbers" if types else ""
+
+
 def _print_types(report: dict[str, Any]) -> None:
     headers, rows = type_table(report)
     console.table(headers, rows, right=range(1, len(headers) - 1))
+    if line := heads_line(report):
+        console.result(line)
 
 
 def _tokens(count: int) -> str:

@@ -8,19 +8,19 @@ import typer
 
 from llmctl.commands import answer_json, console
 from llmctl.commands.answer import (
+    describe_answer,
     describe_experts,
     describe_kept,
     describe_limit,
     describe_model,
     describe_sampling,
-    describe_stats,
     load_weights,
     show_text,
     stream_answer,
 )
 from llmctl.commands.draft import describe_loss
 from llmctl.commands.saved_chat import PromptCache
-from llmctl.errors import LlmctlError, OutputError
+from llmctl.errors import LlmctlError, StandardOutputError
 
 if TYPE_CHECKING:
     from llmctl.commands.session import Session
@@ -126,7 +126,7 @@ def _stream_events(session: Session, engine: Any, token_ids: list[int]) -> Compl
 
     try:
         return stream_answer(engine, tokenizer, token_ids, params, session.request.stop, write)
-    except OutputError:  # nobody reads any more
+    except StandardOutputError:  # nobody reads any more
         raise
     except LlmctlError as error:
         console.print_json({"event": "error", "error": str(error)}, indent=None)
@@ -137,7 +137,7 @@ def _report(session: Session, model: LoadedModel, answer: Completion, load_s: fl
     """What stderr is told after the answer. Errors: LlmctlError, as `answer_once`."""
     from llmctl.runtime.machine import peak_memory
 
-    for line in (*describe_stats(answer.stats), *describe_experts(model.decoder.expert_counts())):
+    for line in (*describe_answer(answer), *describe_experts(model.decoder.expert_counts())):
         console.detail(line)
     peak = peak_memory()
     console.detail(f"loaded in {load_s:.2f} s" + (f", peak memory {console.format_bytes(peak)}" if peak else ""))

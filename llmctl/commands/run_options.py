@@ -25,8 +25,7 @@ PromptArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="PROMPT",
-        help="What to say to the model. Piped stdin and then --file are put before it. Without any prompt, on a terminal: "
-        "a chat.",
+        help="What to say to the model. Piped stdin and then --file are put before it.",
         show_default=False,
     ),
 ]

@@ -257,8 +257,8 @@ def recipe_by_name(name: str) -> Recipe | None:
     if name.upper() in FORMATS:
         raise UnsupportedError(f"type {name!r} can be read, but not written; types are {AUTO}, {', '.join(RECIPES)}")
     near = get_close_matches(name.upper(), [AUTO.upper(), *RECIPES], n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise UsageError(f"there is no type {name!r}; {hint}Types are {AUTO}, {', '.join(RECIPES)}")
+    hint = f"did you mean {near[0]}? Types" if near else "types"
+    raise UsageError(f"there is no type {name!r}; {hint} are {AUTO}, {', '.join(RECIPES)}")
 
 
 def is_matrix(name: str, shape: Shape) -> bool:

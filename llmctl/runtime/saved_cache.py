@@ -95,6 +95,18 @@ def read_cache(path: Path) -> SavedCache:
         raise FormatError(f"{path}: not a sound cache: {error}") from None
 
 
+def is_cache(path: Path) -> bool:
+    """Whether a file is such a one, of whatever version. Errors: OSError."""
+    from safetensors import SafetensorError, safe_open
+
+    path.stat()
+    try:
+        with safe_open(path, "np") as file:
+            return (file.metadata() or {}).get("kind") == _KIND
+    except SafetensorError:
+        return False
+
+
 def put_back(path: Path, saved: SavedCache, engine: Engine, model: str) -> int:
     """Let the engine find the text in its cache; returns how many tokens that is.
 

@@ -194,6 +194,15 @@ def test_lines_that_cannot_be(commands, line, words):
     assert commands.conversation.params == before
 
 
+def test_a_file_that_is_no_saved_chat_is_not_replaced(commands, tmp_path):
+    commands.conversation.reply_to("x")
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF")
+    with pytest.raises(UsageError, match=r"model.gguf: exists already and is no saved chat"):
+        commands(f"/save {model}")
+    assert model.read_bytes() == b"GGUF"
+
+
 def test_show_says_what_answers_and_how(commands):
     commands.conversation.reply_to("x")
     shown = commands("/show")

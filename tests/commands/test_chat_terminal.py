@@ -146,3 +146,22 @@ def test_kv_says_what_the_cache_holds(terminal):
     chat.say("/stats")
     chat.expect("64 of them cached")
     leave(chat)
+
+
+def test_a_chat_that_cannot_be_saved_goes_on(terminal, tmp_path):
+    chat = terminal()
+    chat.say("Capital?")
+    chat.expect("Paris is the answer.")
+    chat.say(f"/save {tmp_path / 'missing' / 'chat'}")
+    chat.expect(f"the folder {tmp_path / 'missing'} does not exist")
+    chat.say(f"/save {tmp_path / 'chat'}")
+    chat.expect("2 messages and the cache of ")
+    leave(chat)
+
+
+def test_what_verbose_tells_of_a_draft_does_not_tear_the_answer(terminal):
+    chat = terminal("--verbose", "--temp", "0", "--draft", "ngram")
+    chat.say("Capital?")
+    chat.expect("draft: ")
+    assert "Paris is the answer.\nseed: " in chat.shown
+    leave(chat)

@@ -152,12 +152,14 @@ def test_block_types(report):
 def test_types_that_do_not_fit_the_head_are_shown_as_such(llmctl, report):
     document = report("--shape", "2,1,80", "-c", "100")
     missing = {t["kv_type"] for t in document["types"] if t["bytes_per_token"] is None}
+    assert not any(t["runs_here"] for t in document["types"] if t["kv_type"] in missing)
     assert missing == {"q8_0", "q5_1", "q4_0"}
     total = totals(document, "q8_0")[0]
     assert (total["largest_layer_bytes"], total["allocated_bytes"], total["least_bytes"]) == (None, None, None)
     done = llmctl("inspect-kv", "--shape", "2,1,80", "--kv-type", "q8_0")
     assert done.returncode == 0
     assert done.stdout.count("does not fit") == 5
+    assert "For heads of 80 there is no q8_0: blocks of 32 numbers" in done.stdout
 
 
 def test_every_type_is_listed_and_those_that_run_here_are_marked(report):
