@@ -7,6 +7,9 @@ import triton
 import triton.language as tl
 
 from llmctl.kernels.linear._triton import tensors_of
+from llmctl.kernels.linear._triton_cases import weight_types
+from llmctl.kernels.triton_lib.compilation import Case
+from llmctl.kernels.triton_lib.forms import FORMS
 from llmctl.kernels.triton_lib.launch import cdiv, empty
 from llmctl.kernels.triton_lib.unpack import code_at, scale_at, words_at
 from llmctl.kernels.triton_lib.weights import TritonWeight
@@ -69,3 +72,13 @@ def embedding_kernel(
         column = tl.load(order + column, mask=mask, other=0).to(tl.int32)
     number = number.to(out.dtype.element_ty).to(tl.float32) * factor
     tl.store(out + token * K + column, number.to(out.dtype.element_ty), mask=mask)
+
+
+def kernel_cases() -> list[Case]:
+    """A table as files have it."""
+    form = FORMS["Q6_K"]
+    types = weight_types(form) | {"token_ids": "*i64", "order": "*i64", "out": "*fp16"}
+    types |= {"stride": "i32", "K": "i32", "factor": "fp32"}
+    constants = {**form.constants(), "HAS_ORDER": False, "BLOCK": _BLOCK}
+    aligned = tuple(argument for argument in types if argument != "factor")
+    return [Case("embedding.Q6_K", embedding_kernel, types, constants, aligned)]

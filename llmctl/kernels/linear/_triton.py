@@ -12,11 +12,11 @@ from llmctl.kernels.linear._triton_matmul import dequantize_kernel, matmul_kerne
 from llmctl.kernels.linear._triton_matvec import add_splits_kernel, matvec_kernel
 from llmctl.kernels.triton_lib.activations import QuantizedRows, float_rows, quantize_rows
 from llmctl.kernels.triton_lib.launch import cdiv, empty, interpreting
-from llmctl.kernels.triton_lib.tiles import MAX_MATMUL_ROWS, MAX_MATVEC_ROWS, MatmulTile, matmul_tile, matvec_tile
+from llmctl.kernels.triton_lib.tiles import MAX_MATMUL_ROWS, MAX_MATVEC_ROWS, MatmulTile, gpu_table, matmul_tile, matvec_tile
 from llmctl.kernels.triton_lib.weights import TritonWeight, plain_weight, prepare_weight
 
 __all__ = ["TritonWeight", "linear", "prepare_weight"]
-_PLAIN = {"LOW": 0, "HIGH": 0, "SIGNED": False, "KIND": "plain", "GROUP": 1, "ZEROS": False}
+PLAIN = {"LOW": 0, "HIGH": 0, "SIGNED": False, "KIND": "plain", "GROUP": 1, "ZEROS": False}
 _ADD_BLOCK = 1024
 _WRITE_BLOCK_N, _WRITE_SUB_BLOCKS = 128, 8
 
@@ -97,7 +97,7 @@ def matvec(
     times matrix `experts[g]`, or g (is_batched), or the only one; [m · matrices, N]. bias [N], of experts [E, N]."""
     assert x_share == 1 or m == 1
     (n, k), device = weight.shape[-2:], weight.device
-    tile = matvec_tile(weight.form, m, n, k, matrices, device)
+    tile = matvec_tile(weight.form, m, n, k, matrices, gpu_table(device))
     rows, splits = m * matrices, tile.splits
     y = empty((rows, n), x.dtype, device)
     out = y if splits == 1 else empty((splits, rows, n), torch.float32, device)
@@ -120,7 +120,7 @@ def matmul(
 ) -> torch.Tensor:
     """The same for blocks of rows of x [m · matrices, K], without experts."""
     n, k = weight.shape[-2:]
-    tile = matmul_tile(m, n, k, matrices, x.device)
+    tile = matmul_tile(m, n, k, matrices, gpu_table(x.device))
     x, rows, splits = x.contiguous(), m * matrices, tile.splits
     y = empty((rows, n), x.dtype, x.device)
     out = y if splits == 1 else empty((splits, rows, n), torch.float32, x.device)
@@ -143,7 +143,8 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """[rows, N]: row r is row r // x_share of x times the matrix of its expert, plus its bias of [E, N]."""
     n, k = weight.shape[-2:]
-    tile = replace(matmul_tile(groups.block_m, n, k, len(groups.experts), x.device), block_m=groups.block_m, splits=1)
+    tile = matmul_tile(groups.block_m, n, k, len(groups.experts), gpu_table(x.device))
+    tile = replace(tile, block_m=groups.block_m, splits=1)
     y = empty((rows, n), x.dtype, x.device)
     _launch_matmul(x.contiguous(), weight, tile, y, len(groups.order), 1, bias, groups=groups, x_share=x_share)
     return y
@@ -163,7 +164,7 @@ def _launch_matmul(
     x_share: int = 1,
 ) -> None:
     n, k = weight.shape[-2:]
-    constants = _PLAIN if weight.form is None else weight.form.constants()
+    constants = PLAIN if weight.form is None else weight.form.constants()
     order, experts = (x, x) if groups is None else (groups.order, groups.experts)
     # Plain numbers take 32 lines a sub-block, codes four.
     sub_blocks = tile.sub_blocks if weight.form is not None else max(1, tile.sub_blocks // 4)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from llmctl.kernels.moe import Routing
+from llmctl.kernels.triton_lib.compilation import Case
 from llmctl.kernels.triton_lib.launch import cdiv, empty, power_of_two
 
 _COMBINE_BLOCK = 512
@@ -123,3 +124,17 @@ def combine_kernel(results, weights, y, columns, TOP_K: tl.constexpr, BLOCK: tl.
         weight = tl.load(weights + token * TOP_K + rank)
         total += weight * tl.load(results + (token * TOP_K + rank) * columns + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(y + token * columns + column, total.to(y.dtype.element_ty), mask=mask)
+
+
+def kernel_cases() -> list[Case]:
+    """Routing as Mixtral's and as DeepSeek-V3's, and the sum of eight experts' results."""
+    types = {"logits": "*fp16", "bias": "*fp32", "chosen": "*i32", "weights": "*fp32", "experts": "i32", "factor": "fp32"}
+    plain = {"GROUPS": 1, "TOP_GROUPS": 1, "BY_TOP2": False, "SIGMOID": False, "RENORMALIZE": True, "HAS_BIAS": False}
+    grouped = {**plain, "GROUPS": 8, "TOP_GROUPS": 4, "BY_TOP2": True, "SIGMOID": True, "HAS_BIAS": True}
+    aligned = ("logits", "bias", "chosen", "weights")
+    sums = {"results": "*fp16", "weights": "*fp32", "y": "*fp16", "columns": "i32"}
+    return [
+        Case("moe.route.e8", route_kernel, types, {**plain, "TOP_K": 2, "BLOCK": 8}, aligned, num_warps=1),
+        Case("moe.route.e256", route_kernel, types, {**grouped, "TOP_K": 8, "BLOCK": 256}, aligned, num_warps=1),
+        Case("moe.combine", combine_kernel, sums, {"TOP_K": 8, "BLOCK": _COMBINE_BLOCK}, tuple(sums)),
+    ]

@@ -65,9 +65,8 @@ class MatmulTile:
     num_stages: int
 
 
-def matvec_tile(form: Form, m: int, n: int, k: int, matrices: int, device: torch.device) -> MatvecTile:
-    """For m rows of x times each of `matrices` of (n, k)."""
-    table = gpu_table(device)
+def matvec_tile(form: Form, m: int, n: int, k: int, matrices: int, table: dict[str, Any]) -> MatvecTile:
+    """For m rows of x times each of `matrices` of (n, k), on the GPU of the table."""
     own = table["matvec"]
     block_n = 32 * own["num_warps"] * _for_rows(own["rows_per_thread"], m)
     step = matvec_step(form, k, _for_rows(own["sub_blocks"], m))
@@ -86,9 +85,8 @@ def _for_rows(choices: dict[str, int], m: int) -> int:
     return next(choice for most, choice in sorted((int(key), choice) for key, choice in choices.items()) if m <= most)
 
 
-def matmul_tile(m: int, n: int, k: int, matrices: int, device: torch.device) -> MatmulTile:
-    """For blocks of up to m rows of x times each of `matrices` of (n, k)."""
-    table = gpu_table(device)
+def matmul_tile(m: int, n: int, k: int, matrices: int, table: dict[str, Any]) -> MatmulTile:
+    """For blocks of up to m rows of x times each of `matrices` of (n, k), on the GPU of the table."""
     own = table["matmul"]
     block_m = min(power_of_two(m, 16), MAX_MATMUL_ROWS)
     programs = cdiv(n, own["block_n"]) * cdiv(m, block_m) * matrices
