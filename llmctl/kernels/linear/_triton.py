@@ -12,7 +12,7 @@ from llmctl.kernels.linear._triton_matmul import dequantize_kernel, matmul_kerne
 from llmctl.kernels.linear._triton_matvec import add_splits_kernel, matvec_kernel
 from llmctl.kernels.triton_lib.activations import QuantizedRows, float_rows, quantize_rows
 from llmctl.kernels.triton_lib.launch import cdiv, empty, interpreting
-from llmctl.kernels.triton_lib.tiles import MAX_MATMUL_ROWS, MAX_MATVEC_ROWS, MatmulTile, gpu_table, matmul_tile, matvec_tile
+from llmctl.kernels.triton_lib.tiles import MAX_MATMUL_ROWS, MatmulTile, gpu_table, matmul_tile, matvec_tile, max_matvec_rows
 from llmctl.kernels.triton_lib.weights import TritonWeight, plain_weight, prepare_weight
 
 __all__ = ["TritonWeight", "linear", "prepare_weight"]
@@ -40,7 +40,7 @@ def linear(
 
 def takes_matvec(weight: TritonWeight, rows: int) -> bool:
     """Whether so many rows of x are multiplied one by one."""
-    return weight.form is not None and rows <= MAX_MATVEC_ROWS
+    return weight.form is not None and rows <= max_matvec_rows(weight.form)
 
 
 def in_stored_order(x: torch.Tensor, weight: TritonWeight) -> torch.Tensor:

@@ -16,12 +16,13 @@ from llmctl.kernels.triton_lib.forms import AFFINE, FORMS, GROUPS, HALF, SIGNED1
 from llmctl.kernels.triton_lib.tiles import matmul_tile, matvec_tile, named_table
 
 MOST_PER_ROW = 0.55
-_ARCHS = (80, 89, 90)
+_ARCHS = (80, 90)
+_ALSO_89 = ("linear.decode.Q4_K.m1", "linear.decode.I4.float.m1")
 _N, _K = 4096, 4096
 _FORMS = {**FORMS, "I4": integer_form(4, 128, True), "I8": integer_form(8, 128, False)}
 _LIMITS = {"Q4_K": 1.5, "Q5_K": 2.0, "Q6_K": 2.0, "Q8_0": 1.0, "I4": 1.5, "I8": 1.0}
 _FLOAT_LIMITS = {"I4": 4.5}
-_ROWS = {"Q4_K": (1, 2, 3, 4, 6, 8), "Q6_K": (1, 2, 4, 8), "I4": (1, 2, 4, 8)}
+_ROWS = {"Q4_K": (1, 2, 4, 8), "I4": (1, 4, 8), "Q5_K": (1, 4), "Q6_K": (1, 4)}
 _EVERY_COMMIT = ("linear.decode.Q4_K.m1", "linear.decode.I4.float.m1", "linear.batch.Q4_K.m16", "linear.batch.F16.m64")
 _STEPS = ("low_step", "high_step", "scales_step", "extra_step")
 
@@ -30,8 +31,8 @@ def kernel_cases() -> list[Case]:
     """Every form decoding one row and eight, some rows between; small batches; writing out; rounding of activations."""
     rounded = [_matvec(name, m, True) for name in _FORMS for m in _ROWS.get(name, (1, 8))]
     exact = [_matvec(name, m, False) for name, m in (("I4", 1), ("I4", 4), ("Q4_K", 1), ("Q6_K", 1), ("Q8_0", 1))]
-    formats, tables = ("Q4_K", "Q6_K", "I4", "Q8_0", "F16"), ("h200", "rtx4090")
-    batches = [_matmul(name, m, table) for name in formats for m in (16, 64) for table in tables]
+    shapes = (("Q4_K", 16), ("Q4_K", 64), ("F16", 16), ("F16", 64), ("Q6_K", 64), ("I4", 64))
+    batches = [_matmul(name, m, table) for name, m in shapes for table in ("h200", "rtx4090")]
     written = [_dequantize(name) for name in ("Q6_K", "I4")]
     experts = [_matvec("Q4_K", 1, True, EXPERTS=True), _matmul("Q4_K", 64, SORTED=True)]
     return [*rounded, *exact, *batches, *experts, *written, _add_splits(), _quantize(True), _quantize(False)]
@@ -52,8 +53,9 @@ def _case(
     """Tensors, and numbers that are multiples of 16 in every model, are aligned; `loose` are not."""
     types = {argument: types.get(argument, "i32") for argument in kernel.arg_names if argument not in constants}
     aligned = tuple(argument for argument in types if argument not in loose)
+    archs = (*_ARCHS, 89) if name in _ALSO_89 else _ARCHS
     is_often = name in _EVERY_COMMIT or not name.startswith(("linear.decode", "linear.batch"))
-    return Case(name, kernel, types, constants, aligned, **{"archs": _ARCHS, "every_commit": is_often, **choices})
+    return Case(name, kernel, types, constants, aligned, **{"archs": archs, "every_commit": is_often, **choices})
 
 
 def _matvec(name: str, m: int, is_int8: bool, **changes: bool) -> Case:
@@ -83,9 +85,10 @@ def _matmul(name: str, m: int, table: str = "h200", **changes: bool) -> Case:
     } | changes  # fmt: skip
     types = weight_types(form) | {"x": "*fp16", "order": "*i32", "experts": "*i32", "bias": "*fp16", "out": "*fp32"}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    kind = ".experts" if changes else ""
-    options["archs"] = (80, 90) if table == "h200" else (89,)
-    return _case(f"linear.batch.{name}{kind}.m{m}{'' if table == 'h200' else f'.{table}'}", matmul_kernel, types, constants, ("M", "N", "x_share", "between"), **options)
+    is_usual, kind = table == "h200", ".experts" if changes else ""
+    name = f"linear.batch.{name}{kind}.m{m}{'' if is_usual else f'.{table}'}"
+    archs = (80, 90) if is_usual else (89,)
+    return _case(name, matmul_kernel, types, constants, ("M", "N", "x_share", "between"), archs=archs, **options)
 
 
 def _dequantize(name: str) -> Case:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from llmctl.errors import UsageError
-from llmctl.kernels.triton_lib.forms import GROUPS, Form
+from llmctl.kernels.triton_lib.forms import GROUPS, PAIRS, SIGNED16, Form
 from llmctl.kernels.triton_lib.launch import cdiv, power_of_two
 
 VARIABLE = "LLMCTL_GPU_TILES"
@@ -72,6 +72,13 @@ def matvec_tile(form: Form, m: int, n: int, k: int, matrices: int, table: dict[s
     step = matvec_step(form, k, _for_rows(own["sub_blocks"], m))
     splits = _splits(cdiv(n, block_n) * matrices, k // (32 * step), own, table["multiprocessors"])
     return MatvecTile(block_n, step, splits, own["num_warps"])
+
+
+def max_matvec_rows(form: Form) -> int:
+    """Rows of x up to which they are multiplied one by one. Codes of five and six bits whose scales are small integers need more
+    registers than there are beyond four."""
+    is_wide = form.bits > 4 and form.kind in (PAIRS, SIGNED16)
+    return MAX_MATVEC_ROWS // 2 if is_wide and form.low == 4 else MAX_MATVEC_ROWS
 
 
 def matvec_step(form: Form, k: int, most: int) -> int:
