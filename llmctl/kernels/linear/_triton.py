@@ -40,7 +40,7 @@ def linear(
 
 def takes_matvec(weight: TritonWeight, rows: int) -> bool:
     """Whether so many rows of x are multiplied one by one."""
-    return weight.form is not None and rows <= max_matvec_rows(weight.form)
+    return weight.form is not None and rows <= max_matvec_rows(weight.form, weight.activations == "int8")
 
 
 def in_stored_order(x: torch.Tensor, weight: TritonWeight) -> torch.Tensor:
@@ -97,13 +97,14 @@ def matvec(
     times matrix `experts[g]`, or g (is_batched), or the only one; [m · matrices, N]. bias [N], of experts [E, N]."""
     assert x_share == 1 or m == 1
     (n, k), device = weight.shape[-2:], weight.device
-    tile = matvec_tile(weight.form, m, n, k, matrices, gpu_table(device))
+    is_int8 = weight.activations == "int8"
+    tile = matvec_tile(weight.form, m, n, k, matrices, gpu_table(device), is_int8)
     rows, splits = m * matrices, tile.splits
     y = empty((rows, n), x.dtype, device)
     out = y if splits == 1 else empty((splits, rows, n), torch.float32, device)
     matvec_kernel[(cdiv(n, tile.block_n), splits, matrices)](
         x.values, x.scales, x.sums, *tensors_of(weight), _given(experts, y), _given(bias, y), out, n, weight.planes.low.shape[-1],
-        k, *steps_of(weight), x_share, matrices, M=m, **weight.form.constants(), INT8=weight.activations == "int8",
+        k, *steps_of(weight), x_share, matrices, M=m, **weight.form.constants(), INT8=is_int8,
         EXPERTS=experts is not None, BATCHED=is_batched, HAS_BIAS=bias is not None and splits == 1, STEP=tile.step, SPLITS=splits,
         BLOCK_N=tile.block_n, INTERPRET=interpreting(), num_warps=tile.num_warps,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """The kernels of linear as they are compiled without a GPU, with what their hot loops may take.
 
-Limits of instructions a weight are for one row of x; every further row may add `MOST_PER_ROW`.
+Limits of instructions a weight are for one row of x; every further row may add `MOST_PER_ROW` where activations are int8.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ _FORMS = {**FORMS, "I4": integer_form(4, 128, True), "I8": integer_form(8, 128, 
 _LIMITS = {"Q4_K": 1.5, "Q5_K": 2.0, "Q6_K": 2.0, "Q8_0": 1.0, "I4": 1.5, "I8": 1.0}
 _FLOAT_LIMITS = {"I4": 4.5}
 _ROWS = {"Q4_K": (1, 2, 4, 8), "I4": (1, 4, 8), "Q5_K": (1, 4), "Q6_K": (1, 4)}
-_EVERY_COMMIT = ("linear.decode.Q4_K.m1", "linear.decode.I4.float.m1", "linear.batch.Q4_K.m16", "linear.batch.F16.m64")
-_STEPS = ("low_step", "high_step", "scales_step", "extra_step")
+_OFTEN_BATCHES = tuple(f"linear.batch.{name}.{table}" for name in ("Q4_K.m16", "F16.m64") for table in ("a100", "h200"))
+_EVERY_COMMIT = ("linear.decode.Q4_K.m1", "linear.decode.I4.float.m1", *_OFTEN_BATCHES)
+_TABLES = {"a100": 80, "rtx4090": 89, "h200": 90}
 
 
 def kernel_cases() -> list[Case]:
     """Every form decoding one row and eight, some rows between; small batches; writing out; rounding of activations."""
     rounded = [_matvec(name, m, True) for name in _FORMS for m in _ROWS.get(name, (1, 8))]
-    exact = [_matvec(name, m, False) for name, m in (("I4", 1), ("I4", 4), ("Q4_K", 1), ("Q6_K", 1), ("Q8_0", 1))]
+    exact = [_matvec(name, m, False) for name, m in (("I4", 1), ("I4", 3), ("Q4_K", 1), ("Q6_K", 1), ("Q8_0", 1))]
     shapes = (("Q4_K", 16), ("Q4_K", 64), ("F16", 16), ("F16", 64), ("Q6_K", 64), ("I4", 64))
-    batches = [_matmul(name, m, table) for name, m in shapes for table in ("h200", "rtx4090")]
+    batches = [_matmul(name, m, table) for name, m in shapes for table in _TABLES]
     written = [_dequantize(name) for name in ("Q6_K", "I4")]
-    experts = [_matvec("Q4_K", 1, True, EXPERTS=True), _matmul("Q4_K", 64, SORTED=True)]
+    experts = [_matvec("Q4_K", 1, True, EXPERTS=True), *(_matmul("Q4_K", 64, table, SORTED=True) for table in _TABLES)]
     return [*rounded, *exact, *batches, *experts, *written, _add_splits(), _quantize(True), _quantize(False)]
 
 
@@ -60,13 +61,13 @@ def _case(
 
 def _matvec(name: str, m: int, is_int8: bool, **changes: bool) -> Case:
     form = _FORMS[name]
-    tile = matvec_tile(form, m, _N, _K, 1, named_table("h200"))
+    tile = matvec_tile(form, m, _N, _K, 1, named_table("h200"), is_int8)
     constants = form.constants() | {
         "M": m, "INT8": is_int8, "EXPERTS": False, "BATCHED": False, "HAS_BIAS": False, "STEP": tile.step, "SPLITS": tile.splits,
         "BLOCK_N": tile.block_n, "INTERPRET": False,
     } | changes  # fmt: skip
     types = weight_types(form) | {"x": "*i64", "x_scales": "*fp32", "x_sums": "*fp32", "experts": "*i32", "bias": "*fp32"}
-    limit = (_LIMITS if is_int8 else _FLOAT_LIMITS).get(name)
+    limit = _LIMITS.get(name) if is_int8 else _FLOAT_LIMITS.get(name) if m == 1 else None
     kind = "experts" if changes else "" if is_int8 else "float"
     return _case(
         ".".join(filter(None, ("linear.decode", name, kind, f"m{m}"))), matvec_kernel, types | {"out": "*fp32"}, constants,
@@ -76,7 +77,7 @@ def _matvec(name: str, m: int, is_int8: bool, **changes: bool) -> Case:
     )  # fmt: skip
 
 
-def _matmul(name: str, m: int, table: str = "h200", **changes: bool) -> Case:
+def _matmul(name: str, m: int, table: str, **changes: bool) -> Case:
     form = _FORMS.get(name)
     tile = matmul_tile(m, _N, _K, 1, named_table(table))
     constants = (PLAIN if form is None else form.constants()) | {
@@ -85,10 +86,9 @@ def _matmul(name: str, m: int, table: str = "h200", **changes: bool) -> Case:
     } | changes  # fmt: skip
     types = weight_types(form) | {"x": "*fp16", "order": "*i32", "experts": "*i32", "bias": "*fp16", "out": "*fp32"}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    is_usual, kind = table == "h200", ".experts" if changes else ""
-    name = f"linear.batch.{name}{kind}.m{m}{'' if is_usual else f'.{table}'}"
-    archs = (80, 90) if is_usual else (89,)
-    return _case(name, matmul_kernel, types, constants, ("M", "N", "x_share", "between"), archs=archs, **options)
+    name = f"linear.batch.{name}{'.experts' if changes else ''}.m{m}.{table}"
+    loose = ("M", "N", "x_share", "between")
+    return _case(name, matmul_kernel, types, constants, loose, archs=(_TABLES[table],), **options)
 
 
 def _dequantize(name: str) -> Case:

@@ -65,18 +65,23 @@ class MatmulTile:
     num_stages: int
 
 
-def matvec_tile(form: Form, m: int, n: int, k: int, matrices: int, table: dict[str, Any]) -> MatvecTile:
-    """For m rows of x times each of `matrices` of (n, k), on the GPU of the table."""
+def matvec_tile(
+    form: Form, m: int, n: int, k: int, matrices: int, table: dict[str, Any], is_int8: bool = True
+) -> MatvecTile:
+    """For m rows of x, rounded (is_int8) or not, times each of `matrices` of (n, k), on the GPU of the table."""
     own = table["matvec"]
     block_n = 32 * own["num_warps"] * _for_rows(own["rows_per_thread"], m)
-    step = matvec_step(form, k, _for_rows(own["sub_blocks"], m))
+    most = _for_rows(own["sub_blocks"], m)
+    step = matvec_step(form, k, most if is_int8 else max(2, most // 2))  # floats take more registers
     splits = _splits(cdiv(n, block_n) * matrices, k // (32 * step), own, table["multiprocessors"])
     return MatvecTile(block_n, step, splits, own["num_warps"])
 
 
-def max_matvec_rows(form: Form) -> int:
-    """Rows of x up to which they are multiplied one by one. Codes of five and six bits whose scales are small integers need more
-    registers than there are beyond four."""
+def max_matvec_rows(form: Form, is_int8: bool) -> int:
+    """Rows of x up to which they are multiplied one by one. Beyond three a row of floats costs more than a tile; beyond four, codes
+    of five and six bits whose scales are small integers need more registers than there are."""
+    if not is_int8:
+        return 3
     is_wide = form.bits > 4 and form.kind in (PAIRS, SIGNED16)
     return MAX_MATVEC_ROWS // 2 if is_wide and form.low == 4 else MAX_MATVEC_ROWS
 
