@@ -78,8 +78,8 @@ def matvec_tile(
 
 
 def max_matvec_rows(form: Form, is_int8: bool) -> int:
-    """Rows of x up to which they are multiplied one by one. Beyond three a row of floats costs more than a tile; beyond four, codes
-    of five and six bits whose scales are small integers need more registers than there are."""
+    """Rows of x up to which they are multiplied one by one. Beyond three a row of floats costs more than a tile; beyond four,
+    codes of five and six bits whose scales are small integers need more registers than there are."""
     if not is_int8:
         return 3
     is_wide = form.bits > 4 and form.kind in (PAIRS, SIGNED16)
