@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from llmctl.quant.results import Results
 
 _TELL_EVERY_S = 10.0
+_FEW_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,8 @@ def _tell(request: Calibrated, plan: CalibratedPlan) -> None:
     if plan.calibration is not None:
         found = plan.calibration
         console.info(f"Calibration: {len(found.rows)} rows, {found.num_tokens} tokens of {found.name}")
+        if found.num_tokens < _FEW_TOKENS:
+            console.warn(f"{found.num_tokens} tokens are few to calibrate with: matrices are fitted to them alone")
     if plan.fitted is not None:
         fitted, kept = plan.fitted, plan.output_plan.type_name
         compared = f"; {fitted.recipe} as it is: {fitted.recipe_measured:.4f}" if fitted.recipe_measured is not None else ""

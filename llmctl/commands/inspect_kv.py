@@ -153,6 +153,8 @@ def inspect_kv(
         raise UsageError(f"either MODEL or --shape: both {spec or 'a text'} and --shape {shape[0]} were given")
     if shape and as_family is not None:
         raise UsageError("--as is for a MODEL: --shape says all there is to say")
+    if not has_text:
+        _refuse_without_text({"--kv-policy": kv_policy, "--kv-budget": kv_budget, "--max-tokens": max_tokens})
     policies = _policies(kv_policy)
     look = Look(
         views=_views(view, has_text=has_text, wants_advice=max_memory is not None),
@@ -179,6 +181,12 @@ def inspect_kv(
     else:
         document = plan_report(model_subject(path, as_family), look.types, look.contexts, look.batches)
     deliver(document, look, output, json=json)
+
+
+def _refuse_without_text(values: dict[str, object]) -> None:
+    """UsageError for an option that the plan does not look at."""
+    if given := next((name for name, value in values.items() if value is not None), None):
+        raise UsageError(f"{given} is about a text, not the plan: give a prompt, --file or --session")
 
 
 def _views(options: list[str] | None, *, has_text: bool, wants_advice: bool) -> tuple[str, ...]:

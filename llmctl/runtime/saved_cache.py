@@ -81,7 +81,7 @@ def read_cache(path: Path) -> SavedCache:
     """Read such a file. Errors: OSError; FormatError where it is none."""
     from safetensors import SafetensorError, safe_open
 
-    path.stat()
+    path.open("rb").close()  # what cannot be read is named here; safetensors' own errors name no file
     try:
         with safe_open(path, "np") as file:
             metadata = file.metadata() or {}
@@ -99,7 +99,7 @@ def is_cache(path: Path) -> bool:
     """Whether a file is such a one, of whatever version. Errors: OSError."""
     from safetensors import SafetensorError, safe_open
 
-    path.stat()
+    path.open("rb").close()
     try:
         with safe_open(path, "np") as file:
             return (file.metadata() or {}).get("kind") == _KIND

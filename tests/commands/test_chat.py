@@ -183,6 +183,7 @@ def test_set_changes_and_lists(commands):
         ("/save x", "there is nothing to save yet"),
         ("/load", "/load needs the name of a file"),
         ("/load /no/such/file", "/no/such/file: No such file"),
+        ("/load /", "/: Is a directory"),
         ("/", "there is no command /: /help lists them"),
     ],
 )

@@ -338,3 +338,10 @@ def test_torch_is_not_imported(smollm2_gguf):
     done = subprocess.run([sys.executable, "-c", code, str(smollm2_gguf)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["num_layers"] == 30
+
+
+@pytest.mark.parametrize("option", [("--kv-policy", "snapkv"), ("--kv-budget", "0.5"), ("-n", "3")])
+def test_what_is_about_a_text_is_refused_without_one(llmctl, option):
+    done = llmctl("inspect-kv", "--shape", "2,1,64", *option)
+    assert done.returncode == 2
+    assert "is about a text, not the plan" in done.stderr

@@ -458,7 +458,7 @@ def make_scripted(scripted, tmp_path_factory):
         (["-c", "0"], "--ctx-size"),
         (["-t", "0"], "--threads"),
         (["--kv-type", "q3"], "--kv-type"),
-        (["--dtype", "bfloat16"], "--dtype bfloat16 needs --backend reference"),
+        (["--dtype", "bfloat16"], "--dtype bfloat16 needs --backend triton or reference"),
         (["--kv-type", "k=q8_0"], "one for each side: k=q8_0,v=q4_0"),
         (["--backend", "vulkan"], "--backend"),
         (["--backend", "native", "--device", "cuda"], "the native backend computes on the CPU"),
