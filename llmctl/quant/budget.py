@@ -53,13 +53,18 @@ class Assignment:
 def assign(groups: Sequence[Group], budget: int) -> Assignment:
     """The options with the least cost in all that fit `budget` bytes; UsageError where not even the smallest do."""
     least = sum(min(option.nbytes for option in group.options) for group in groups)
-    if least > budget:
-        raise UsageError(f"the matrices need {least} bytes in their smallest types, and only {budget} are left for them")
+    check_size(least, budget)
     chosen = _knapsack(groups, budget)
     _spend(groups, chosen, budget)
     picked = [group.options[index] for group, index in zip(groups, chosen, strict=True)]
     formats = {name: option.format for group, option in zip(groups, picked, strict=True) for name in group.names}
     return Assignment(formats, sum(option.nbytes for option in picked), sum(option.cost for option in picked))
+
+
+def check_size(least: int, budget: int) -> None:
+    """UsageError where the smallest types need more bytes than there are."""
+    if least > budget:
+        raise UsageError(f"the matrices need {least} bytes in their smallest types, and only {budget} are left for them")
 
 
 def _knapsack(groups: Sequence[Group], budget: int) -> list[int]:

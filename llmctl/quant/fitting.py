@@ -8,7 +8,7 @@ from math import prod
 
 from llmctl.errors import UnsupportedError, UsageError
 from llmctl.kernels.formats.spec import Format
-from llmctl.quant.budget import Assignment, Group, Option, assign
+from llmctl.quant.budget import Assignment, Group, Option, assign, check_size
 from llmctl.quant.convert import Plan, PlannedTensor, make_plan, planned_file_bytes
 from llmctl.quant.divergence import EMBEDDING, Divergence
 from llmctl.quant.head import head_module
@@ -79,7 +79,7 @@ def fit(
 
     rows: token ids of the calibration text. progress: called with (what is done, done, all).
     """
-    _check(plan, weights)
+    _check(plan, weights, budget)
     tell = progress or (lambda what, done, total: None)
     walk = Walk(weights, _some(rows, _SURVEYED_TOKENS), batch_tokens=batch_tokens, lanes=lanes)
     groups = survey(walk, damping, lambda done, total: tell("Losses of all types", done, total))
@@ -97,14 +97,19 @@ def fit(
     return _better(plan, weights, found, planned, divergence, budget)
 
 
-def _check(plan: Plan, weights: ModelWeights) -> None:
-    """UnsupportedError for models with matrices that are in no tensor of the file."""
+def _check(plan: Plan, weights: ModelWeights, budget: Budget) -> None:
+    """UnsupportedError for models with matrices that are in no tensor of the file, UsageError for a size that the smallest types
+    exceed: before anything is measured."""
     planned = _by_module(plan, weights)
     missing = [module for module in _modules(weights) if module not in planned]
     if missing:
         raise UnsupportedError(
             f"{plan.source.path}: {missing[0]} is in no tensor of a GGUF file, so a size cannot be aimed at; --type chooses a mix"
         )
+    tensors = {tensor.source.name: tensor for tensor in planned.values()}
+    sized = {name: tensor for name, tensor in tensors.items() if types_for(tensor.source.shape[-1])}
+    smallest = (_padded(_nbytes(types_for(tensor.source.shape[-1])[0], tensor)) for tensor in sized.values())
+    check_size(sum(smallest), budget.for_groups(plan, set(sized)))
 
 
 def _modules(weights: ModelWeights) -> list[str]:

@@ -153,7 +153,10 @@ def test_what_measures_worse_than_a_recipe_gives_way_to_it(tiny: Callable[..., P
     assert types(found.plan)["blk.0.attn_q.weight"] == "Q5_1"
 
 
-def test_a_size_that_cannot_be_is_refused(tiny: Callable[..., Path]) -> None:
+def test_a_size_that_cannot_be_is_refused_before_anything_is_measured(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fitting, "survey", None)
     with pytest.raises(UsageError, match=r"bytes more than the size"):
         fitted(tiny("llama"), Budget(nbytes=1000))
     with pytest.raises(UsageError, match=r"in their smallest types"):
