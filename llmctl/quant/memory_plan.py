@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from llmctl.errors import OutOfMemoryError
 from llmctl.runtime.models.config import ModelConfig
 
-PROGRAM = 360 << 20
+PROGRAM = 372 << 20
 """Python, torch, the tokenizer, and what the C library keeps of freed memory."""
 _ROWS, _ROWS_OF_THREAD = 12 << 20, 6 << 20
 """Numbers that solvers hold of the rows they are at: see `integer_descent`, `grid_gptq` and `integer_grid`."""
+_SHARE = 10  # numbers for one of the group's, where that is less
 _BATCHES = (2048, 1024, 512)
 
 
@@ -88,7 +89,7 @@ def plan_memory(demand: Demand, threads: int, limit: int | None) -> MemoryPlan:
 def _needed(demand: Demand, plan: MemoryPlan, threads: int) -> int:
     config, layer = demand.config, demand.layer
     lanes = min(plan.lanes, -(-demand.tokens // plan.batch_tokens))
-    running = lanes * plan.batch_tokens * _in_flight(config)
+    running = min(lanes * plan.batch_tokens, demand.tokens) * _in_flight(config)
     solver = _ROWS + threads * _ROWS_OF_THREAD
     most = max(layer + layer // 4 + stage for stage in _stages(demand, lanes, running, solver))
     if demand.aimed:
@@ -109,8 +110,8 @@ def _stages(demand: Demand, lanes: int, running: int, solver: int) -> Iterator[i
         yield lanes * sums + running
         yield sums + codes + running
         for group in stage:
-            factor = group.columns**2 if demand.products else 0
-            yield sums + codes + factor + group.elements * min(group.count, 2) + solver
+            factor = group.columns**2 if demand.products and not demand.trials else 0
+            yield sums + codes + factor + group.elements * min(group.count, 2) + min(solver, _SHARE * group.elements)
 
 
 def _sums(groups: Sequence[Group]) -> int:

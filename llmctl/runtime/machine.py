@@ -81,7 +81,12 @@ def return_free_memory() -> None:
 
 
 def peak_memory() -> int | None:
-    """Most bytes this process has held in the main memory so far; None where the system does not tell."""
+    """Most bytes this process has held in the main memory so far; None where the system does not tell.
+
+    Linux is asked for the program's own peak: what `getrusage` tells there counts that of the process that started it, too.
+    """
+    if own := _kilobytes(_read("/proc/self/status"), "VmHWM"):
+        return own
     try:
         import resource
     except ImportError:  # Windows
