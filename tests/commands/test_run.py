@@ -595,7 +595,7 @@ def test_ctrl_c_keeps_the_partial_answer(llmctl_script, scripted):
 
 def test_ctrl_c_with_json_gives_the_document_of_what_there_is(llmctl_script, scripted):
     with started(llmctl_script, "run", scripted, *MORE, "--json", "-v") as process:
-        while b"seed" not in process.stderr.readline():
+        while b"sampling:" not in process.stderr.readline():
             pass
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
